@@ -1,0 +1,161 @@
+"""CUDA: the Protocol of the calls that headrace makes, and the real one over ``cuda.bindings``."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from headrace.errors import DeviceError
+
+LEGACY_STREAM = 1
+"""``cudaStreamLegacy``: the default stream, which waits for every blocking stream."""
+
+
+class Cuda(Protocol):
+    """The CUDA runtime, with pointers, streams and events as integers.
+
+    `headrace.testing.FakeCuda` implements it without a GPU, and holds every copy back until
+    something waits for it.
+    """
+
+    def device_count(self) -> int:
+        """Devices that this process sees."""
+
+    def current_device(self) -> int:
+        """Ordinal of the calling thread's device."""
+
+    def set_device(self, device: int) -> None:
+        """Make `device` the calling thread's device."""
+
+    def pointer_device(self, pointer: int) -> int | None:
+        """Ordinal of the device that owns `pointer`; None for host memory."""
+
+    def host_alloc(self, nbytes: int) -> int:
+        """Allocate page-locked host memory, usable by every device; page-aligned."""
+
+    def host_free(self, pointer: int) -> None:
+        """Free what `host_alloc` gave."""
+
+    def create_stream(self) -> int:
+        """Create a non-blocking stream on the calling thread's device."""
+
+    def destroy_stream(self, stream: int) -> None:
+        """Destroy a stream."""
+
+    def synchronize_stream(self, stream: int) -> None:
+        """Wait for all work on the stream."""
+
+    def create_event(self) -> int:
+        """Create an event without timing on the calling thread's device."""
+
+    def destroy_event(self, event: int) -> None:
+        """Destroy an event."""
+
+    def record_event(self, event: int, stream: int) -> None:
+        """Record the event after the work that is on the stream now."""
+
+    def synchronize_event(self, event: int) -> None:
+        """Wait until the event's last record has happened."""
+
+    def wait_event(self, stream: int, event: int) -> None:
+        """Make later work on the stream wait for the event; does not block the host."""
+
+    def copy_to_device(self, destination: int, source: int, nbytes: int, stream: int) -> None:
+        """Enqueue a copy from host memory; `source` must stay unchanged until it is done."""
+
+
+class CudaRuntime:
+    """`Cuda` over ``cuda.bindings.runtime``.
+
+    Raises
+    ------
+    ImportError
+        ``cuda.bindings`` is not installed (extras ``cuda12`` and ``cuda13`` bring it).
+    """
+
+    def __init__(self) -> None:
+        from cuda.bindings import runtime
+
+        self._runtime: Any = runtime
+        self._success = runtime.cudaError_t.cudaSuccess
+        self._to_device = runtime.cudaMemcpyKind.cudaMemcpyHostToDevice
+
+    def device_count(self) -> int:
+        """See `Cuda.device_count`."""
+        return int(self._check("cudaGetDeviceCount", self._runtime.cudaGetDeviceCount()))
+
+    def current_device(self) -> int:
+        """See `Cuda.current_device`."""
+        return int(self._check("cudaGetDevice", self._runtime.cudaGetDevice()))
+
+    def set_device(self, device: int) -> None:
+        """See `Cuda.set_device`."""
+        self._check("cudaSetDevice", self._runtime.cudaSetDevice(device))
+
+    def pointer_device(self, pointer: int) -> int | None:
+        """See `Cuda.pointer_device`."""
+        attributes = self._check(
+            "cudaPointerGetAttributes", self._runtime.cudaPointerGetAttributes(pointer)
+        )
+        kinds = self._runtime.cudaMemoryType
+        on_device = (kinds.cudaMemoryTypeDevice, kinds.cudaMemoryTypeManaged)
+        return int(attributes.device) if attributes.type in on_device else None
+
+    def host_alloc(self, nbytes: int) -> int:
+        """See `Cuda.host_alloc`."""
+        flags = self._runtime.cudaHostAllocPortable
+        return int(self._check("cudaHostAlloc", self._runtime.cudaHostAlloc(nbytes, flags)))
+
+    def host_free(self, pointer: int) -> None:
+        """See `Cuda.host_free`."""
+        self._check("cudaFreeHost", self._runtime.cudaFreeHost(pointer))
+
+    def create_stream(self) -> int:
+        """See `Cuda.create_stream`."""
+        flags = self._runtime.cudaStreamNonBlocking
+        created = self._runtime.cudaStreamCreateWithFlags(flags)
+        return int(self._check("cudaStreamCreateWithFlags", created))
+
+    def destroy_stream(self, stream: int) -> None:
+        """See `Cuda.destroy_stream`."""
+        self._check("cudaStreamDestroy", self._runtime.cudaStreamDestroy(stream))
+
+    def synchronize_stream(self, stream: int) -> None:
+        """See `Cuda.synchronize_stream`."""
+        self._check("cudaStreamSynchronize", self._runtime.cudaStreamSynchronize(stream))
+
+    def create_event(self) -> int:
+        """See `Cuda.create_event`."""
+        flags = self._runtime.cudaEventDisableTiming
+        created = self._runtime.cudaEventCreateWithFlags(flags)
+        return int(self._check("cudaEventCreateWithFlags", created))
+
+    def destroy_event(self, event: int) -> None:
+        """See `Cuda.destroy_event`."""
+        self._check("cudaEventDestroy", self._runtime.cudaEventDestroy(event))
+
+    def record_event(self, event: int, stream: int) -> None:
+        """See `Cuda.record_event`."""
+        self._check("cudaEventRecord", self._runtime.cudaEventRecord(event, stream))
+
+    def synchronize_event(self, event: int) -> None:
+        """See `Cuda.synchronize_event`."""
+        self._check("cudaEventSynchronize", self._runtime.cudaEventSynchronize(event))
+
+    def wait_event(self, stream: int, event: int) -> None:
+        """See `Cuda.wait_event`."""
+        self._check("cudaStreamWaitEvent", self._runtime.cudaStreamWaitEvent(stream, event, 0))
+
+    def copy_to_device(self, destination: int, source: int, nbytes: int, stream: int) -> None:
+        """See `Cuda.copy_to_device`."""
+        answer = self._runtime.cudaMemcpyAsync(
+            destination, source, nbytes, self._to_device, stream
+        )
+        self._check("cudaMemcpyAsync", answer)
+
+    def _check(self, call: str, answer: tuple[Any, ...]) -> Any:
+        """Raise on any code but success; else give back what the call returned."""
+        if answer[0] != self._success:
+            code = answer[0]
+            _, text = self._runtime.cudaGetErrorString(code)
+            raise DeviceError(f"{call} failed: {code.name} ({int(code)}): {text.decode()}")
+        return answer[1] if len(answer) > 1 else None

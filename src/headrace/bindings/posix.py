@@ -1,0 +1,169 @@
+"""Files: the Protocol that every read goes through, and the real one over Linux."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+_CACHESTAT = 451  # the same number on every architecture; Linux 6.5
+_AT_EMPTY_PATH = 0x1000
+_STATX_DIOALIGN = 0x2000
+_STATX_DIO_OFFSETS = 0x98  # offset of stx_dio_mem_align and stx_dio_offset_align in struct statx
+_STATX_NR = {"x86_64": 332, "aarch64": 291}
+
+
+@dataclass(frozen=True, slots=True)
+class FileStatus:
+    """What tells whether a file is still the same file with the same bytes."""
+
+    device: int
+    """``st_dev``."""
+    inode: int
+    """``st_ino``."""
+    nbytes: int
+    """``st_size``, in bytes."""
+    mtime_ns: int
+    """Time of the last change of the bytes, in nanoseconds."""
+    mode: int
+    """``st_mode``: kind and permissions."""
+    uid: int
+    """Owner."""
+
+
+@dataclass(frozen=True, slots=True)
+class DirectAlignment:
+    """What O_DIRECT demands on one file (statx(2), STATX_DIOALIGN)."""
+
+    memory: int
+    """Alignment of the memory address, in bytes."""
+    offset: int
+    """Alignment of the file offset and of the length, in bytes."""
+
+
+class Files(Protocol):
+    """The calls on files that headrace makes; `headrace.testing.FaultyFiles` breaks them."""
+
+    def open(self, path: str, *, direct: bool = False) -> int:
+        """Open for reading and return the descriptor; with `direct`, using O_DIRECT."""
+
+    def close(self, fd: int) -> None:
+        """Close a descriptor."""
+
+    def status(self, fd: int) -> FileStatus:
+        """Status of an open file (fstat)."""
+
+    def path_status(self, path: str) -> FileStatus:
+        """Status of what the path names now (stat)."""
+
+    def preadv(self, fd: int, views: Sequence[memoryview], file_offset: int) -> int:
+        """Read into `views` one after the other; bytes read, possibly fewer, 0 at the end."""
+
+    def forget(self, fd: int, file_offset: int, nbytes: int) -> None:
+        """Drop clean pages of the range from the page cache (POSIX_FADV_DONTNEED)."""
+
+    def cached_pages(self, fd: int, file_offset: int, nbytes: int) -> int:
+        """Pages of the range in the page cache (cachestat); OSError where it cannot be told."""
+
+    def mapped_pages(self, fd: int, file_offset: int, nbytes: int) -> int:
+        """Pages of the range in the page cache (mincore on a mapping; page-aligned offset)."""
+
+    def direct_alignment(self, fd: int) -> DirectAlignment | None:
+        """What O_DIRECT demands here; None where the kernel does not say."""
+
+
+class PosixFiles:
+    """`Files` over the Linux system calls."""
+
+    def __init__(self) -> None:
+        self._libc = ctypes.CDLL(None, use_errno=True)
+        self._libc.syscall.restype = ctypes.c_long
+        self._libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p)
+
+    def open(self, path: str, *, direct: bool = False) -> int:
+        """See `Files.open`."""
+        flags = os.O_RDONLY | os.O_CLOEXEC | (os.O_DIRECT if direct else 0)
+        return os.open(path, flags)
+
+    def close(self, fd: int) -> None:
+        """See `Files.close`."""
+        os.close(fd)
+
+    def status(self, fd: int) -> FileStatus:
+        """See `Files.status`."""
+        return _file_status(os.fstat(fd))
+
+    def path_status(self, path: str) -> FileStatus:
+        """See `Files.path_status`."""
+        return _file_status(os.stat(path))
+
+    def preadv(self, fd: int, views: Sequence[memoryview], file_offset: int) -> int:
+        """See `Files.preadv`."""
+        return os.preadv(fd, views, file_offset)
+
+    def forget(self, fd: int, file_offset: int, nbytes: int) -> None:
+        """See `Files.forget`."""
+        os.posix_fadvise(fd, file_offset, nbytes, os.POSIX_FADV_DONTNEED)
+
+    def cached_pages(self, fd: int, file_offset: int, nbytes: int) -> int:
+        """See `Files.cached_pages`."""
+        wanted = (ctypes.c_uint64 * 2)(file_offset, nbytes)
+        found = (ctypes.c_uint64 * 5)()
+        self._syscall("cachestat", _CACHESTAT, ctypes.c_uint(fd), wanted, found, ctypes.c_uint(0))
+        return int(found[0])
+
+    def mapped_pages(self, fd: int, file_offset: int, nbytes: int) -> int:
+        """See `Files.mapped_pages`."""
+        pages = -(-nbytes // mmap.PAGESIZE)
+        resident = ctypes.create_string_buffer(pages)
+        with mmap.mmap(
+            fd, nbytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE,
+            offset=file_offset,
+        ) as mapping:
+            anchor = ctypes.c_char.from_buffer(mapping)
+            try:
+                rc = self._libc.mincore(ctypes.addressof(anchor), nbytes, resident)
+            finally:
+                del anchor  # the mapping cannot close while ctypes points into it
+            _check("mincore", rc)
+        return sum(byte & 1 for byte in resident.raw)
+
+    def direct_alignment(self, fd: int) -> DirectAlignment | None:
+        """See `Files.direct_alignment`."""
+        number = _STATX_NR.get(os.uname().machine)
+        if number is None:
+            return None
+        record = ctypes.create_string_buffer(256)
+        self._syscall(
+            "statx", number, ctypes.c_int(fd), ctypes.c_char_p(b""), ctypes.c_int(_AT_EMPTY_PATH),
+            ctypes.c_uint(_STATX_DIOALIGN), record,
+        )
+        answered = struct.unpack_from("I", record, 0)[0] & _STATX_DIOALIGN
+        memory, offset = struct.unpack_from("II", record, _STATX_DIO_OFFSETS)
+        return DirectAlignment(memory, offset) if answered and memory and offset else None
+
+    def _syscall(self, name: str, number: int, *arguments: object) -> None:
+        _check(name, self._libc.syscall(ctypes.c_long(number), *arguments))
+
+
+def _check(name: str, rc: int) -> None:
+    """Raise the OSError of a C call that returned -1."""
+    if rc == -1:
+        code = ctypes.get_errno()
+        raise OSError(code, f"{name}: {errno.errorcode.get(code, code)}: {os.strerror(code)}")
+
+
+def _file_status(status: os.stat_result) -> FileStatus:
+    return FileStatus(
+        device=status.st_dev,
+        inode=status.st_ino,
+        nbytes=status.st_size,
+        mtime_ns=status.st_mtime_ns,
+        mode=status.st_mode,
+        uid=status.st_uid,
+    )

@@ -1,0 +1,1 @@
+"""Engines move bytes: all of them, or they raise."""

@@ -1,0 +1,1 @@
+"""Memory: alignment arithmetic, buffers and the bounded pool of page-locked blocks."""

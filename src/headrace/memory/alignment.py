@@ -1,0 +1,20 @@
+"""Arithmetic of alignment; no memory is touched here."""
+
+from __future__ import annotations
+
+from headrace.types import ByteRange
+
+
+def align_down(value: int, alignment: int) -> int:
+    """Largest multiple of `alignment` that is not above `value`."""
+    return value - value % alignment
+
+
+def align_up(value: int, alignment: int) -> int:
+    """Smallest multiple of `alignment` that is not below `value`."""
+    return -(-value // alignment) * alignment
+
+
+def align_outward(wanted: ByteRange, alignment: int) -> ByteRange:
+    """Smallest aligned range that covers `wanted`."""
+    return ByteRange(align_down(wanted.start, alignment), align_up(wanted.stop, alignment))

@@ -1,0 +1,162 @@
+"""Buffer: a stretch of memory, the device it lives on, and what keeps it alive."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from headrace.bindings.cuda import LEGACY_STREAM
+from headrace.bindings.dlpack import device_of, export_dlpack, is_contiguous
+from headrace.errors import BufferMismatch
+from headrace.types import HOST, Device
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """Contiguous memory that somebody else owns."""
+
+    pointer: int
+    """Address of the first byte, on `device`."""
+    nbytes: int
+    """Length in bytes."""
+    device: Device
+    """Where the memory lives."""
+    owner: Any = field(repr=False)
+    """The object that keeps the memory alive; held for as long as this Buffer is."""
+    stream: int | None = None
+    """CUDA stream whose queued work may still use the memory; copies are ordered after it."""
+
+
+def view_memory(pointer: int, nbytes: int) -> memoryview:
+    """Writable bytes at an address of host memory.
+
+    The caller keeps the memory alive for as long as the view is used.
+    """
+    if not nbytes:
+        return memoryview(bytearray())
+    return memoryview((ctypes.c_char * nbytes).from_address(pointer)).cast("B")
+
+
+def buffer_from(obj: Any, pointer_device: Callable[[int], int | None]) -> Buffer:
+    """Describe the memory of any writable, contiguous array or buffer; nothing is copied.
+
+    Parameters
+    ----------
+    obj
+        Something with ``__dlpack__``, ``__cuda_array_interface__``, ``__array_interface__`` or the
+        buffer protocol: NumPy, torch, CuPy, JAX, Numba, cuda.core, ``bytearray``, ``mmap``.
+    pointer_device
+        Tells the CUDA ordinal of a pointer; asked only where the array does not say.
+
+    Returns
+    -------
+    Buffer
+        On a GPU, `Buffer.stream` is a stream that already waits for the producer's own work.
+
+    Raises
+    ------
+    BufferMismatch
+        It is read-only, not contiguous, on another kind of device, or none of these protocols.
+    """
+    if hasattr(obj, "__cuda_array_interface__") or _is_on_cuda(obj):
+        return _from_gpu(obj, pointer_device)
+    if hasattr(obj, "__array_interface__"):
+        return _from_numpy(obj)
+    try:
+        return _from_buffer_protocol(obj)
+    except TypeError:
+        if not hasattr(obj, "__dlpack__"):
+            raise BufferMismatch(
+                f"{_kind(obj)} has neither the buffer protocol, __cuda_array_interface__ nor "
+                "__dlpack__; pass an array or a bytearray"
+            ) from None
+    return _from_dlpack(obj, stream=None)
+
+
+def _is_on_cuda(obj: Any) -> bool:
+    if not hasattr(obj, "__dlpack_device__"):
+        return False
+    try:
+        return device_of(obj)[0]
+    except ValueError as error:
+        raise BufferMismatch(f"{_kind(obj)}: {error}") from None
+
+
+def _from_gpu(obj: Any, pointer_device: Callable[[int], int | None]) -> Buffer:
+    """Prefer DLPack, whose producers order a stream for us; some types only CUDA arrays carry."""
+    if hasattr(obj, "__dlpack__"):
+        try:
+            return _from_dlpack(obj, stream=LEGACY_STREAM)
+        except BufferMismatch:
+            if not hasattr(obj, "__cuda_array_interface__"):
+                raise
+    return _from_cuda_array(obj, pointer_device)
+
+
+def _from_dlpack(obj: Any, stream: int | None) -> Buffer:
+    try:
+        export = export_dlpack(obj, stream)
+    except (BufferError, RuntimeError, ValueError, TypeError) as error:
+        raise BufferMismatch(f"{_kind(obj)} cannot be exported through DLPack: {error}") from error
+    if export.readonly:
+        raise _read_only(obj)
+    if not export.contiguous:
+        raise _not_contiguous(obj)
+    device = HOST if export.cuda_index is None else Device("cuda", export.cuda_index)
+    return Buffer(export.pointer, export.nbytes, device, (obj, export.capsule), stream)
+
+
+def _from_cuda_array(obj: Any, pointer_device: Callable[[int], int | None]) -> Buffer:
+    interface = obj.__cuda_array_interface__
+    pointer, nbytes = _read_array_interface(obj, interface)
+    index = pointer_device(pointer) if nbytes else 0
+    if index is None:
+        raise BufferMismatch(f"{_kind(obj)} says it is on a GPU but points at host memory")
+    stream = interface.get("stream") or LEGACY_STREAM
+    return Buffer(pointer, nbytes, Device("cuda", index), obj, stream)
+
+
+def _from_numpy(obj: Any) -> Buffer:
+    pointer, nbytes = _read_array_interface(obj, obj.__array_interface__)
+    return Buffer(pointer, nbytes, HOST, obj)
+
+
+def _read_array_interface(obj: Any, interface: dict[str, Any]) -> tuple[int, int]:
+    """Address and length that the (CUDA) array interface states, once they are fit to write."""
+    pointer, readonly = interface["data"]
+    if readonly:
+        raise _read_only(obj)
+    shape, itemsize = tuple(interface["shape"]), int(interface["typestr"][2:])
+    strides = interface.get("strides")
+    if strides is not None and not is_contiguous(shape, tuple(strides), itemsize):
+        raise _not_contiguous(obj)
+    return int(pointer or 0), math.prod(shape) * itemsize
+
+
+def _from_buffer_protocol(obj: Any) -> Buffer:
+    view = memoryview(obj)
+    if view.readonly:
+        raise _read_only(obj)
+    if not view.c_contiguous:
+        raise _not_contiguous(obj)
+    if not view.nbytes:
+        return Buffer(0, 0, HOST, view)
+    array = (ctypes.c_char * view.nbytes).from_buffer(view)
+    return Buffer(ctypes.addressof(array), view.nbytes, HOST, (obj, array))
+
+
+def _kind(obj: Any) -> str:
+    return f"{type(obj).__module__}.{type(obj).__qualname__}"
+
+
+def _read_only(obj: Any) -> BufferMismatch:
+    return BufferMismatch(f"{_kind(obj)} is read-only; pass memory that may be written")
+
+
+def _not_contiguous(obj: Any) -> BufferMismatch:
+    return BufferMismatch(
+        f"{_kind(obj)} is not contiguous in C order; pass a contiguous array (or its base)"
+    )

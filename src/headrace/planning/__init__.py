@@ -1,0 +1,1 @@
+"""Deciding, without touching the machine: facts in, plan out."""

@@ -1,0 +1,114 @@
+"""Plan and Transfer: which stretch of which file goes to which places of which buffers."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from headrace.types import ByteRange, Route
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Bytes of a file that go to one place of one buffer."""
+
+    file_offset: int
+    """First byte in the file."""
+    nbytes: int
+    """Length; at least 1."""
+    buffer: int
+    """Index of the buffer."""
+    buffer_offset: int
+    """First byte in that buffer."""
+
+    @property
+    def file_stop(self) -> int:
+        """End in the file, exclusive."""
+        return self.file_offset + self.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class Rejection:
+    """A route that was not taken."""
+
+    route: Route
+    """The route."""
+    why: str
+    """The fact that ruled it out."""
+    remedy: str
+    """What would change it; "" where nothing needs to."""
+
+    def __str__(self) -> str:
+        return f"{self.route}: {self.why}" + (f" ({self.remedy})" if self.remedy else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """One stretch of one file, by one route, to one or many buffers."""
+
+    source: int
+    """Index of the file."""
+    route: Route
+    """How its bytes travel."""
+    why: str
+    """The fact that chose the route."""
+    pieces: tuple[Piece, ...]
+    """By rising file offset, not overlapping; gaps between them are not wanted."""
+    keep_clean: bool = False
+    """Drop the stretch from the page cache after a buffered read (``reuse="once"``)."""
+
+    @property
+    def file_range(self) -> ByteRange:
+        """From the first wanted byte to the last."""
+        return ByteRange(self.pieces[0].file_offset, self.pieces[-1].file_stop)
+
+    @property
+    def nbytes(self) -> int:
+        """Wanted bytes, without gaps."""
+        return sum(piece.nbytes for piece in self.pieces)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a load will do."""
+
+    transfers: tuple[Transfer, ...]
+    """In file order, per file."""
+    rejected: tuple[Rejection, ...]
+    """Every route that some stretch did not take, with the reason; no duplicates."""
+    downgrades: tuple[Rejection, ...]
+    """Those rejections that cost a stretch its first-choice route."""
+    resident_nbytes: int
+    """Wanted bytes that the page cache held when the plan was made."""
+
+
+def cut(pieces: tuple[Piece, ...], window: ByteRange) -> Iterator[Piece]:
+    """Pieces, or parts of them, inside a window of the file; in order.
+
+    Parameters
+    ----------
+    pieces
+        Sorted by file offset, not overlapping.
+    window
+        Part of the file, in bytes.
+    """
+    first = bisect_right(pieces, window.start, key=lambda piece: piece.file_offset) - 1
+    for index in range(max(first, 0), len(pieces)):
+        piece = pieces[index]
+        if piece.file_offset >= window.stop:
+            return
+        start = max(piece.file_offset, window.start)
+        stop = min(piece.file_stop, window.stop)
+        if start < stop:
+            into = piece.buffer_offset + start - piece.file_offset
+            yield Piece(start, stop - start, piece.buffer, into)
+
+
+def windows(whole: ByteRange, step: int) -> Iterator[ByteRange]:
+    """Cut a range at the multiples of `step`, so that every inner cut is aligned to it."""
+    start = whole.start
+    while start < whole.stop:
+        stop = min(start - start % step + step, whole.stop)
+        yield ByteRange(start, stop)
+        start = stop

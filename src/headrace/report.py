@@ -1,0 +1,163 @@
+"""Report: what happened, as one line, a dict, or a table in a notebook."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from html import escape
+from typing import Any
+
+from headrace.planning.plan import Rejection
+from headrace.types import Route
+
+SCHEMA = 1
+"""Version of the keys of `Report.to_dict`."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedRoute:
+    """Bytes that were meant to take a route."""
+
+    route: Route
+    """The route."""
+    nbytes: int
+    """Wanted bytes."""
+    why: str
+    """The fact that chose it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ObservedRoute:
+    """Bytes that took a route."""
+
+    route: Route
+    """The route."""
+    nbytes: int
+    """Bytes that arrived."""
+    evidence: str
+    """How we know."""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What one transfer did."""
+
+    source: str
+    """File, directory or list that was read."""
+    device: str
+    """Where the bytes went: ``"cpu"`` or ``"cuda:N"``."""
+    nbytes: int
+    """Bytes that arrived."""
+    seconds: float
+    """Wall time of the whole call."""
+    cpu_seconds: float
+    """User and system time of the threads that took part."""
+    planned: tuple[PlannedRoute, ...]
+    """What the planner chose, by route."""
+    observed: tuple[ObservedRoute, ...]
+    """What the engines did, by route."""
+    rejected: tuple[Rejection, ...]
+    """Routes that were not taken."""
+    resident_nbytes: int
+    """Wanted bytes that the page cache held before the read."""
+    stages: Mapping[str, float]
+    """Wall seconds: "open", "plan", "allocate", "transfer", "verify"; and, summed over the
+    workers of the transfer, "read" (in read calls) and "wait" (for copies to the GPU)."""
+    pinned_nbytes: int
+    """Most page-locked memory that the context held, in bytes."""
+
+    @property
+    def gb_per_s(self) -> float:
+        """Bytes over wall time, in 10**9 bytes a second; 0 for an empty transfer."""
+        return self.nbytes / self.seconds / 1e9 if self.seconds else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, ready for JSON; ``schema`` tells the version of the keys."""
+        return {
+            "schema": SCHEMA,
+            "source": self.source,
+            "device": self.device,
+            "nbytes": self.nbytes,
+            "seconds": self.seconds,
+            "gb_per_s": self.gb_per_s,
+            "cpu_seconds": self.cpu_seconds,
+            "planned": [
+                {"route": str(p.route), "nbytes": p.nbytes, "why": p.why} for p in self.planned
+            ],
+            "observed": [
+                {"route": str(o.route), "nbytes": o.nbytes, "evidence": o.evidence}
+                for o in self.observed
+            ],
+            "rejected": rejections_to_list(self.rejected),
+            "resident_nbytes": self.resident_nbytes,
+            "stages": dict(self.stages),
+            "pinned_nbytes": self.pinned_nbytes,
+        }
+
+    def __str__(self) -> str:
+        routes = " + ".join(str(o.route) for o in self.observed) or "nothing to move"
+        reasons = "".join(f"; {r.route}: {r.why}" for r in self.rejected)
+        return (
+            f"{self.source} -> {self.device}  {format_nbytes(self.nbytes)} in "
+            f"{self.seconds:.3g} s ({self.gb_per_s:.3g} GB/s) {routes}{reasons}"
+        )
+
+    def _repr_html_(self) -> str:
+        rows = "".join(
+            f"<tr><td>{escape(str(name))}</td><td>{escape(str(value))}</td></tr>"
+            for name, value in self.to_dict().items()
+        )
+        return f"<table><caption>{escape(str(self))}</caption>{rows}</table>"
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """What a load would do, and why; no payload was read."""
+
+    source: str
+    """File, directory or list that would be read."""
+    device: str
+    """Where the bytes would go."""
+    tensors: tuple[Mapping[str, Any], ...]
+    """Per tensor: ``name``, ``dtype``, ``shape``, ``nbytes``, ``path``, ``file_offset``."""
+    planned: tuple[PlannedRoute, ...]
+    """What the planner would choose, by route."""
+    rejected: tuple[Rejection, ...]
+    """Routes that would not be taken."""
+    facts: tuple[Mapping[str, Any], ...]
+    """Per fact: ``name``, ``holds``, ``found``, ``why``, ``remedy``."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, ready for JSON."""
+        return {
+            "source": self.source,
+            "device": self.device,
+            "tensors": [dict(tensor) for tensor in self.tensors],
+            "planned": [
+                {"route": str(p.route), "nbytes": p.nbytes, "why": p.why} for p in self.planned
+            ],
+            "rejected": rejections_to_list(self.rejected),
+            "facts": [dict(fact) for fact in self.facts],
+        }
+
+    def __str__(self) -> str:
+        routes = " + ".join(
+            f"{p.route} {format_nbytes(p.nbytes)} ({p.why})" for p in self.planned
+        )
+        reasons = "".join(f"; {rejection}" for rejection in self.rejected)
+        return f"{self.source} -> {self.device}  {routes or 'nothing to move'}{reasons}"
+
+
+def rejections_to_list(rejected: tuple[Rejection, ...]) -> list[dict[str, str]]:
+    """Rejections, ready for JSON."""
+    return [{"route": str(r.route), "why": r.why, "remedy": r.remedy} for r in rejected]
+
+
+def format_nbytes(nbytes: int) -> str:
+    """Bytes in decimal units with three digits, as the field writes them: ``7.85 GB``."""
+    value, unit = float(nbytes), "B"
+    for larger in ("kB", "MB", "GB", "TB"):
+        if value < 999.5:
+            break
+        value, unit = value / 1000, larger
+    return f"{value:.3g} {unit}"
