@@ -6,7 +6,7 @@
     ├── FormatError       (ValueError)    a file is not what its format demands
     ├── RouteUnavailable  (RuntimeError)  a forced route cannot serve; carries every rejection
     ├── ShortRead         (EOFError)      fewer bytes exist than were asked for
-    ├── SourceChanged     (OSError)       a file was truncated, rewritten or replaced during the read
+    ├── SourceChanged     (OSError)       a file was truncated, rewritten or replaced meanwhile
     ├── DeviceError       (RuntimeError)  a call to the GPU driver failed
     └── BufferMismatch    (ValueError)    a buffer is not what the transfer needs
 

@@ -25,7 +25,7 @@ class Options:
     """
 
     workers: int | None = None
-    """Threads per transfer; None takes one per usable CPU, from 4 to 16 (half that under "cpu")."""
+    """Most threads of one transfer; None suits the machine, the destination and the policy."""
     block_nbytes: int = 4 << 20
     """Bytes per read; a positive multiple of 4096."""
     pinned_nbytes: int = 256 << 20

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import Any
 
-from headrace.planning.plan import Rejection
-from headrace.types import Route
+from headrace.engines.base import Stats
+from headrace.formats.catalog import TensorSpec
+from headrace.planning.plan import Plan, Rejection
+from headrace.probing.fact import Fact
+from headrace.types import Device, Route
 
 SCHEMA = 1
 """Version of the keys of `Report.to_dict`."""
@@ -96,7 +101,8 @@ class Report:
 
     def __str__(self) -> str:
         routes = " + ".join(str(o.route) for o in self.observed) or "nothing to move"
-        reasons = "".join(f"; {r.route}: {r.why}" for r in self.rejected)
+        # A reason that nobody can act on (a wrong kind of destination, say) stays in the dict.
+        reasons = "".join(f"; {r.route}: {r.why}" for r in self.rejected if r.remedy)
         return (
             f"{self.source} -> {self.device}  {format_nbytes(self.nbytes)} in "
             f"{self.seconds:.3g} s ({self.gb_per_s:.3g} GB/s) {routes}{reasons}"
@@ -141,11 +147,91 @@ class Explanation:
         }
 
     def __str__(self) -> str:
-        routes = " + ".join(
-            f"{p.route} {format_nbytes(p.nbytes)} ({p.why})" for p in self.planned
-        )
+        routes = " + ".join(f"{p.route} {format_nbytes(p.nbytes)} ({p.why})" for p in self.planned)
         reasons = "".join(f"; {rejection}" for rejection in self.rejected)
         return f"{self.source} -> {self.device}  {routes or 'nothing to move'}{reasons}"
+
+
+class Stopwatch:
+    """Measures the stages of one transfer, and the whole of it."""
+
+    def __init__(self) -> None:
+        self.stages: dict[str, float] = {}
+        self._began = time.perf_counter()
+        self._cpu_began = time.thread_time()
+
+    @contextlib.contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Time a stage."""
+        began = time.perf_counter()
+        yield
+        self.stages[name] = time.perf_counter() - began
+
+    def stop(self) -> tuple[float, float]:
+        """Wall seconds, and CPU seconds of this thread, since the watch was made."""
+        return time.perf_counter() - self._began, time.thread_time() - self._cpu_began
+
+
+def make_report(
+    label: str, device: Device, plan: Plan, stats: Sequence[Stats], watch: Stopwatch, pinned: int
+) -> Report:
+    """Put together what was planned and what was done."""
+    seconds, cpu_seconds = watch.stop()
+    return Report(
+        source=label,
+        device=str(device),
+        nbytes=sum(done.nbytes for done in stats),
+        seconds=seconds,
+        cpu_seconds=cpu_seconds + sum(done.cpu_seconds for done in stats),
+        planned=_planned_routes(plan),
+        observed=tuple(ObservedRoute(done.route, done.nbytes, done.evidence) for done in stats),
+        rejected=plan.rejected,
+        resident_nbytes=plan.resident_nbytes,
+        stages={
+            **watch.stages,
+            "read": sum(done.read_seconds for done in stats),
+            "wait": sum(done.wait_seconds for done in stats),
+        },
+        pinned_nbytes=pinned,
+    )
+
+
+def make_explanation(
+    label: str,
+    device: Device,
+    specs: Sequence[TensorSpec],
+    paths: Sequence[str],
+    plan: Plan,
+    facts: Sequence[Fact],
+) -> Explanation:
+    """Put together what would be done; `paths` holds the file of each tensor."""
+    tensors = tuple(
+        {
+            "name": spec.name,
+            "dtype": spec.dtype,
+            "shape": list(spec.shape),
+            "nbytes": spec.file_range.nbytes,
+            "path": path,
+            "file_offset": spec.file_range.start,
+        }
+        for spec, path in zip(specs, paths, strict=True)
+    )
+    return Explanation(
+        source=label,
+        device=str(device),
+        tensors=tensors,
+        planned=_planned_routes(plan),
+        rejected=plan.rejected,
+        facts=tuple(fact.to_dict() for fact in facts),
+    )
+
+
+def _planned_routes(plan: Plan) -> tuple[PlannedRoute, ...]:
+    nbytes: dict[tuple[Route, str], int] = {}
+    for transfer in plan.transfers:
+        key = (transfer.route, transfer.why)
+        nbytes[key] = nbytes.get(key, 0) + transfer.nbytes
+    return tuple(PlannedRoute(route, count, why) for (route, why), count in nbytes.items())
 
 
 def rejections_to_list(rejected: tuple[Rejection, ...]) -> list[dict[str, str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -77,3 +78,12 @@ def parse_device(text: str) -> Device:
     if kind == "cuda" and (not colon or index.isdecimal()):
         return Device("cuda", int(index or 0))
     raise ValueError(f"device {text!r} is not 'cpu', 'cuda' or 'cuda:N'")
+
+
+def windows(whole: ByteRange, step: int) -> Iterator[ByteRange]:
+    """Cut a range at the multiples of `step`, so that every inner cut is aligned to it."""
+    start = whole.start
+    while start < whole.stop:
+        stop = min(start - start % step + step, whole.stop)
+        yield ByteRange(start, stop)
+        start = stop

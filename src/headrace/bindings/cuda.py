@@ -29,11 +29,11 @@ class Cuda(Protocol):
     def pointer_device(self, pointer: int) -> int | None:
         """Ordinal of the device that owns `pointer`; None for host memory."""
 
-    def host_alloc(self, nbytes: int) -> int:
-        """Allocate page-locked host memory, usable by every device; page-aligned."""
+    def register_host(self, pointer: int, nbytes: int) -> None:
+        """Page-lock host memory that the caller owns, for every device."""
 
-    def host_free(self, pointer: int) -> None:
-        """Free what `host_alloc` gave."""
+    def unregister_host(self, pointer: int) -> None:
+        """Undo `register_host`; no copy may be under way."""
 
     def create_stream(self) -> int:
         """Create a non-blocking stream on the calling thread's device."""
@@ -100,14 +100,14 @@ class CudaRuntime:
         on_device = (kinds.cudaMemoryTypeDevice, kinds.cudaMemoryTypeManaged)
         return int(attributes.device) if attributes.type in on_device else None
 
-    def host_alloc(self, nbytes: int) -> int:
-        """See `Cuda.host_alloc`."""
-        flags = self._runtime.cudaHostAllocPortable
-        return int(self._check("cudaHostAlloc", self._runtime.cudaHostAlloc(nbytes, flags)))
+    def register_host(self, pointer: int, nbytes: int) -> None:
+        """See `Cuda.register_host`."""
+        flags = self._runtime.cudaHostRegisterPortable
+        self._check("cudaHostRegister", self._runtime.cudaHostRegister(pointer, nbytes, flags))
 
-    def host_free(self, pointer: int) -> None:
-        """See `Cuda.host_free`."""
-        self._check("cudaFreeHost", self._runtime.cudaFreeHost(pointer))
+    def unregister_host(self, pointer: int) -> None:
+        """See `Cuda.unregister_host`."""
+        self._check("cudaHostUnregister", self._runtime.cudaHostUnregister(pointer))
 
     def create_stream(self) -> int:
         """See `Cuda.create_stream`."""
@@ -147,9 +147,7 @@ class CudaRuntime:
 
     def copy_to_device(self, destination: int, source: int, nbytes: int, stream: int) -> None:
         """See `Cuda.copy_to_device`."""
-        answer = self._runtime.cudaMemcpyAsync(
-            destination, source, nbytes, self._to_device, stream
-        )
+        answer = self._runtime.cudaMemcpyAsync(destination, source, nbytes, self._to_device, stream)
         self._check("cudaMemcpyAsync", answer)
 
     def _check(self, call: str, answer: tuple[Any, ...]) -> Any:

@@ -122,7 +122,10 @@ class PosixFiles:
         pages = -(-nbytes // mmap.PAGESIZE)
         resident = ctypes.create_string_buffer(pages)
         with mmap.mmap(
-            fd, nbytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE,
+            fd,
+            nbytes,
+            flags=mmap.MAP_PRIVATE,
+            prot=mmap.PROT_READ | mmap.PROT_WRITE,
             offset=file_offset,
         ) as mapping:
             anchor = ctypes.c_char.from_buffer(mapping)
@@ -140,8 +143,13 @@ class PosixFiles:
             return None
         record = ctypes.create_string_buffer(256)
         self._syscall(
-            "statx", number, ctypes.c_int(fd), ctypes.c_char_p(b""), ctypes.c_int(_AT_EMPTY_PATH),
-            ctypes.c_uint(_STATX_DIOALIGN), record,
+            "statx",
+            number,
+            ctypes.c_int(fd),
+            ctypes.c_char_p(b""),
+            ctypes.c_int(_AT_EMPTY_PATH),
+            ctypes.c_uint(_STATX_DIOALIGN),
+            record,
         )
         answered = struct.unpack_from("I", record, 0)[0] & _STATX_DIOALIGN
         memory, offset = struct.unpack_from("II", record, _STATX_DIO_OFFSETS)

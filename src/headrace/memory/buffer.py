@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -10,6 +9,7 @@ from typing import Any
 
 from headrace.bindings.cuda import LEGACY_STREAM
 from headrace.bindings.dlpack import device_of, export_dlpack, is_contiguous
+from headrace.bindings.pymemory import address_of
 from headrace.errors import BufferMismatch
 from headrace.types import HOST, Device
 
@@ -28,16 +28,6 @@ class Buffer:
     """The object that keeps the memory alive; held for as long as this Buffer is."""
     stream: int | None = None
     """CUDA stream whose queued work may still use the memory; copies are ordered after it."""
-
-
-def view_memory(pointer: int, nbytes: int) -> memoryview:
-    """Writable bytes at an address of host memory.
-
-    The caller keeps the memory alive for as long as the view is used.
-    """
-    if not nbytes:
-        return memoryview(bytearray())
-    return memoryview((ctypes.c_char * nbytes).from_address(pointer)).cast("B")
 
 
 def buffer_from(obj: Any, pointer_device: Callable[[int], int | None]) -> Buffer:
@@ -144,8 +134,8 @@ def _from_buffer_protocol(obj: Any) -> Buffer:
         raise _not_contiguous(obj)
     if not view.nbytes:
         return Buffer(0, 0, HOST, view)
-    array = (ctypes.c_char * view.nbytes).from_buffer(view)
-    return Buffer(ctypes.addressof(array), view.nbytes, HOST, (obj, array))
+    pointer, anchor = address_of(view)
+    return Buffer(pointer, view.nbytes, HOST, (obj, anchor))
 
 
 def _kind(obj: Any) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from headrace.types import ByteRange, Route
 
@@ -82,6 +82,14 @@ class Plan:
     resident_nbytes: int
     """Wanted bytes that the page cache held when the plan was made."""
 
+    def downgraded(self, rejection: Rejection) -> Plan:
+        """The same plan, with one more downgrade to report."""
+        return replace(
+            self,
+            rejected=(*self.rejected, rejection),
+            downgrades=(*self.downgrades, rejection),
+        )
+
 
 def cut(pieces: tuple[Piece, ...], window: ByteRange) -> Iterator[Piece]:
     """Pieces, or parts of them, inside a window of the file; in order.
@@ -103,12 +111,3 @@ def cut(pieces: tuple[Piece, ...], window: ByteRange) -> Iterator[Piece]:
         if start < stop:
             into = piece.buffer_offset + start - piece.file_offset
             yield Piece(start, stop - start, piece.buffer, into)
-
-
-def windows(whole: ByteRange, step: int) -> Iterator[ByteRange]:
-    """Cut a range at the multiples of `step`, so that every inner cut is aligned to it."""
-    start = whole.start
-    while start < whole.stop:
-        stop = min(start - start % step + step, whole.stop)
-        yield ByteRange(start, stop)
-        start = stop

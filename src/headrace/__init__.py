@@ -1,0 +1,66 @@
+"""Bytes straight from storage to the GPU, by the fastest route, with a report that says which.
+
+``headrace.torch``, ``headrace.cupy`` and ``headrace.numpy`` load weights and arrays;
+`read_into` fills memory that you have; `explain` tells beforehand, `trace` afterwards.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from headrace.errors import (
+    BufferMismatch,
+    DeviceError,
+    FormatError,
+    HeadraceError,
+    RouteUnavailable,
+    ShortRead,
+    SourceChanged,
+)
+
+if TYPE_CHECKING:
+    from headrace.context import Context, default_context
+    from headrace.options import Options
+    from headrace.reading import explain, read_into, trace
+    from headrace.report import Explanation, Report
+    from headrace.observers import Trace
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BufferMismatch",
+    "Context",
+    "DeviceError",
+    "Explanation",
+    "FormatError",
+    "HeadraceError",
+    "Options",
+    "Report",
+    "RouteUnavailable",
+    "ShortRead",
+    "SourceChanged",
+    "Trace",
+    "default_context",
+    "explain",
+    "read_into",
+    "trace",
+]
+
+
+def __getattr__(name: str) -> Any:
+    # Loaded at first use (PEP 562): `import headrace` must cost next to nothing.
+    for module, names in (
+        ("headrace.reading", ("explain", "read_into", "trace")),
+        ("headrace.context", ("Context", "default_context")),
+        ("headrace.options", ("Options",)),
+        ("headrace.report", ("Explanation", "Report")),
+        ("headrace.observers", ("Trace",)),
+    ):
+        if name in names:
+            return getattr(importlib.import_module(module), name)
+    raise AttributeError(f"module 'headrace' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

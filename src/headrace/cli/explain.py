@@ -1,0 +1,36 @@
+"""``headrace explain``: what a load would do, and why."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import headrace
+from headrace.cli.target import find_target
+from headrace.report import Explanation
+
+
+@dataclass(frozen=True, slots=True)
+class ExplainRequest:
+    """Which load to explain."""
+
+    source: str
+    """File, directory or index."""
+    device: str | None = None
+    """Where to; None chooses as ``headrace load`` does."""
+    route: str = "auto"
+    """``"auto"`` or the forced route."""
+
+
+def collect(request: ExplainRequest) -> Explanation:
+    """Read headers and facts, no payload.
+
+    Raises
+    ------
+    HeadraceError, OSError
+        As `headrace.explain` does.
+    """
+    with headrace.Context() as context:
+        target = find_target(request.device, None, context)
+        return headrace.explain(
+            request.source, device=target.device, route=request.route, context=context
+        )

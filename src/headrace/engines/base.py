@@ -1,0 +1,222 @@
+"""What an engine is, and how its workers share the jobs of a transfer."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from headrace.memory.buffer import Buffer
+from headrace.planning.plan import Transfer
+from headrace.storage.source import Source
+from headrace.types import ByteRange, Route, windows
+
+_PROGRESS_INTERVAL_S = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One window of one transfer: what a worker does at a time."""
+
+    transfer: Transfer
+    """The stretch that it is a part of."""
+    window: ByteRange
+    """Its part of the file."""
+
+
+@dataclass(slots=True)
+class Tally:
+    """What one worker has done so far; only that worker writes to it."""
+
+    moved_nbytes: int = 0
+    """Wanted bytes that were read."""
+    read_seconds: float = 0.0
+    """Wall seconds inside read calls."""
+    wait_seconds: float = 0.0
+    """Wall seconds waiting for copies to the GPU."""
+    cpu_seconds: float = 0.0
+    """User and system seconds of the worker's thread."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """What an engine did."""
+
+    route: Route
+    """The engine's route."""
+    nbytes: int
+    """Wanted bytes that arrived."""
+    evidence: str
+    """How we know which way they went."""
+    read_seconds: float
+    """Wall seconds in read calls, summed over the workers."""
+    wait_seconds: float
+    """Wall seconds waiting for copies to the GPU, summed over the workers."""
+    cpu_seconds: float
+    """User and system seconds of the workers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cargo:
+    """All that an engine needs to move bytes."""
+
+    transfers: Sequence[Transfer]
+    """The stretches to move, all of the engine's own route."""
+    sources: Sequence[Source]
+    """Open files, by `Transfer.source`."""
+    buffers: Sequence[Buffer]
+    """Destinations, by `Piece.buffer`; all on one device."""
+    workers: int
+    """Most threads to use."""
+    block_nbytes: int
+    """Most bytes of one read; reads are cut at its multiples in the file."""
+    on_progress: Callable[[int], None] | None = None
+    """Called now and then, in the calling thread, with the bytes moved so far."""
+
+    def jobs(self) -> Iterator[Job]:
+        """The transfers, cut into windows of at most one block."""
+        for transfer in self.transfers:
+            for window in windows(transfer.file_range, self.block_nbytes):
+                yield Job(transfer, window)
+
+    @property
+    def nbytes(self) -> int:
+        """Wanted bytes of all transfers."""
+        return sum(transfer.nbytes for transfer in self.transfers)
+
+
+class Engine(Protocol):
+    """Moves bytes by one route.
+
+    `run` returns when every byte of the cargo is in place and visible to any stream, or raises
+    when no thread and no copy of its own touches the buffers any more.
+    """
+
+    @property
+    def route(self) -> Route:
+        """The route that the engine serves."""
+
+    def run(self, cargo: Cargo) -> Stats:
+        """Move all bytes.
+
+        Raises
+        ------
+        ShortRead, SourceChanged, OSError
+            The file could not be read.
+        DeviceError
+            The GPU refused.
+        """
+
+
+class Jobs:
+    """Jobs that workers take one after the other, until there are none or one of them failed."""
+
+    def __init__(self, jobs: Iterable[Job]) -> None:
+        self._waiting = deque(jobs)
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def take(self) -> Job | None:
+        """Give out the next job; None when there are no more."""
+        try:
+            return self._waiting.popleft()
+        except IndexError:
+            return None
+
+    def stop(self) -> None:
+        """Give out no more jobs."""
+        self._waiting.clear()
+
+
+Work = Callable[[Jobs, Tally], None]
+"""What one worker does: take jobs until there are no more, and tally them."""
+
+
+@dataclass(slots=True)
+class _Crew:
+    """Threads at work on the same jobs."""
+
+    work: Work
+    jobs: Jobs
+    tallies: list[Tally] = field(default_factory=list)
+    failures: list[BaseException] = field(default_factory=list)
+
+    def labour(self, tally: Tally) -> None:
+        """Body of one thread."""
+        began = time.thread_time()
+        try:
+            self.work(self.jobs, tally)
+        except BaseException as failure:  # noqa: BLE001 (raised again by the thread that waits)
+            self.failures.append(failure)
+            self.jobs.stop()
+        finally:
+            tally.cpu_seconds += time.thread_time() - began
+
+
+def run_workers(work: Work, cargo: Cargo) -> list[Tally]:
+    """Let threads work off the cargo's jobs, and wait for all of them.
+
+    Parameters
+    ----------
+    work
+        Body of each worker.
+    cargo
+        Its jobs, worker limit and progress callback are used.
+
+    Raises
+    ------
+    BaseException
+        The first failure of a worker, or KeyboardInterrupt, once every worker has ended.
+    """
+    jobs = Jobs(cargo.jobs())
+    crew = _Crew(work, jobs)
+    threads = []
+    try:
+        for _ in range(min(cargo.workers, len(jobs))):
+            tally = Tally()
+            thread = threading.Thread(target=crew.labour, args=(tally,), name="headrace")
+            thread.start()
+            crew.tallies.append(tally)
+            threads.append(thread)
+    except BaseException:
+        jobs.stop()
+        raise
+    finally:
+        _wait_for(threads, crew, cargo.on_progress)
+    if crew.failures:
+        raise crew.failures[0]
+    return crew.tallies
+
+
+def _wait_for(
+    threads: list[threading.Thread], crew: _Crew, on_progress: Callable[[int], None] | None
+) -> None:
+    """Wait for every thread, whatever happens: they write into memory that the caller may free."""
+    interrupt: BaseException | None = None
+    for thread in threads:
+        while thread.is_alive():
+            try:
+                thread.join(_PROGRESS_INTERVAL_S if on_progress else None)
+                if on_progress:
+                    on_progress(sum(tally.moved_nbytes for tally in crew.tallies))
+            except BaseException as error:  # noqa: BLE001 (raised below, after the last thread)
+                interrupt, on_progress = error, None
+                crew.jobs.stop()
+    if interrupt is not None:
+        raise interrupt
+
+
+def total(route: Route, tallies: Sequence[Tally], evidence: str) -> Stats:
+    """Add up what the workers did."""
+    return Stats(
+        route=route,
+        nbytes=sum(tally.moved_nbytes for tally in tallies),
+        evidence=evidence,
+        read_seconds=sum(tally.read_seconds for tally in tallies),
+        wait_seconds=sum(tally.wait_seconds for tally in tallies),
+        cpu_seconds=sum(tally.cpu_seconds for tally in tallies),
+    )

@@ -1,0 +1,101 @@
+"""Direct engine: O_DIRECT around the page cache, into host memory or through the ring to a GPU.
+
+O_DIRECT takes aligned offsets, lengths and addresses only. A window that is not aligned is
+widened to the next aligned offsets on both sides; what is not wanted of it stays in the block.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from functools import partial
+
+from headrace.bindings.posix import DirectAlignment
+from headrace.bindings.pymemory import map_pages, view_memory
+from headrace.engines.base import Cargo, Job, Jobs, Stats, Tally, run_workers, total
+from headrace.engines.ring import Ring
+from headrace.memory.alignment import align_outward
+from headrace.memory.pinned import Block
+from headrace.planning.plan import Piece, cut
+from headrace.storage.source import Source
+from headrace.types import ByteRange, Route
+
+
+class DirectEngine:
+    """`Engine` around the page cache.
+
+    Parameters
+    ----------
+    alignments
+        What O_DIRECT demands, by `Transfer.source`.
+    ring
+        Needed for destinations on a GPU only.
+    """
+
+    route = Route.DIRECT
+
+    def __init__(self, alignments: Sequence[DirectAlignment], ring: Ring | None) -> None:
+        self._alignments = alignments
+        self._ring = ring
+
+    def run(self, cargo: Cargo) -> Stats:
+        """See `Engine.run`."""
+        if self._ring is None:
+            tallies = run_workers(partial(self._work, cargo), cargo)
+            return total(self.route, tallies, "O_DIRECT preadv into host memory")
+        tallies = self._ring.move(cargo, partial(self._fill, cargo.sources))
+        return total(self.route, tallies, "O_DIRECT preadv into the ring, copied to the GPU")
+
+    def _fill(self, sources: Sequence[Source], job: Job, block: Block) -> int:
+        """Read a window into a block, as `headrace.engines.ring.Fill` asks."""
+        source = sources[job.transfer.source]
+        alignment = self._alignments[job.transfer.source].offset
+        return _read_widened(source, job.window, alignment, block.view)
+
+    def _work(self, cargo: Cargo, jobs: Jobs, tally: Tally) -> None:
+        bounce: memoryview | None = None
+        while (job := jobs.take()) is not None:
+            source = cargo.sources[job.transfer.source]
+            alignment = self._alignments[job.transfer.source]
+            pieces = tuple(cut(job.transfer.pieces, job.window))
+            began = time.perf_counter()
+            if not _read_straight(cargo, source, job.window, pieces, alignment):
+                if bounce is None:
+                    bounce = map_pages(cargo.block_nbytes)
+                first = _read_widened(source, job.window, alignment.offset, bounce)
+                _scatter(cargo, pieces, bounce, first)
+            tally.read_seconds += time.perf_counter() - began
+            tally.moved_nbytes += sum(piece.nbytes for piece in pieces)
+
+
+def _read_straight(
+    cargo: Cargo,
+    source: Source,
+    window: ByteRange,
+    pieces: tuple[Piece, ...],
+    alignment: DirectAlignment,
+) -> bool:
+    """Read a window without a bounce, if it is one piece whose ends and address are aligned."""
+    piece = pieces[0]
+    pointer = cargo.buffers[piece.buffer].pointer + piece.buffer_offset
+    whole = len(pieces) == 1 and piece.nbytes == window.nbytes
+    aligned = not (window.start | window.stop) % alignment.offset
+    if not whole or not aligned or pointer % alignment.memory:
+        return False
+    source.read_aligned(view_memory(pointer, piece.nbytes), window, piece.nbytes, alignment.offset)
+    return True
+
+
+def _read_widened(source: Source, window: ByteRange, alignment: int, view: memoryview) -> int:
+    """Read the aligned window around `window`; file offset of the first byte in `view`."""
+    wide = align_outward(window, alignment)
+    source.read_aligned(view[: wide.nbytes], wide, window.stop - wide.start, alignment)
+    return wide.start
+
+
+def _scatter(cargo: Cargo, pieces: Sequence[Piece], block: memoryview, first: int) -> None:
+    """Copy pieces out of a block whose first byte is at offset `first` of the file."""
+    for piece in pieces:
+        pointer = cargo.buffers[piece.buffer].pointer + piece.buffer_offset
+        start = piece.file_offset - first
+        view_memory(pointer, piece.nbytes)[:] = block[start : start + piece.nbytes]

@@ -1,0 +1,54 @@
+"""Host engine: buffered reads straight into host memory."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from functools import partial
+
+from headrace.bindings.pymemory import view_memory
+from headrace.engines.base import Cargo, Jobs, Stats, Tally, run_workers, total
+from headrace.memory.buffer import Buffer
+from headrace.planning.plan import Piece, cut
+from headrace.storage.source import Source
+from headrace.types import Route
+
+
+class HostEngine:
+    """`Engine` for destinations in host memory, through the page cache."""
+
+    route = Route.HOST
+
+    def run(self, cargo: Cargo) -> Stats:
+        """See `Engine.run`."""
+        tallies = run_workers(partial(_work, cargo), cargo)
+        return total(self.route, tallies, "buffered preadv into the destination")
+
+
+def _work(cargo: Cargo, jobs: Jobs, tally: Tally) -> None:
+    while (job := jobs.take()) is not None:
+        source = cargo.sources[job.transfer.source]
+        pieces = tuple(cut(job.transfer.pieces, job.window))
+        began = time.perf_counter()
+        read_pieces(source, pieces, cargo.buffers)
+        tally.read_seconds += time.perf_counter() - began
+        tally.moved_nbytes += sum(piece.nbytes for piece in pieces)
+        if job.transfer.keep_clean:
+            source.forget(job.window)
+
+
+def read_pieces(source: Source, pieces: Iterable[Piece], buffers: Sequence[Buffer]) -> None:
+    """Read pieces into host buffers; those that touch in the file share one read call."""
+    views: list[memoryview] = []
+    start = stop = 0
+    for piece in pieces:
+        if piece.file_offset != stop and views:
+            source.read(views, start)
+            views = []
+        if not views:
+            start = piece.file_offset
+        pointer = buffers[piece.buffer].pointer + piece.buffer_offset
+        views.append(view_memory(pointer, piece.nbytes))
+        stop = piece.file_stop
+    if views:
+        source.read(views, start)

@@ -1,0 +1,87 @@
+"""Safetensors: the header, read by the official library, becomes a `Catalog`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from types import MappingProxyType
+from typing import Any
+
+from headrace.errors import FormatError
+from headrace.formats.catalog import Catalog, TensorSpec
+from headrace.formats.dtypes import tensor_nbytes
+from headrace.formats.raw import guess_kind, open_regular
+from headrace.types import ByteRange
+
+_LENGTH_NBYTES = 8  # little-endian length of the JSON header, at the start of the file
+_HEAD_NBYTES = 64
+
+
+def read_catalog(path: str) -> Catalog:
+    """Read what a safetensors file holds; its payload is not touched.
+
+    Parameters
+    ----------
+    path
+        The file.
+
+    Returns
+    -------
+    Catalog
+        Tensors by rising file offset, empty ones before the one that starts at the same place.
+
+    Raises
+    ------
+    FormatError
+        The file is truncated, malformed, or no safetensors file at all.
+    FileNotFoundError, PermissionError, IsADirectoryError
+        As the operating system says.
+    """
+    # Imported only when a file is read: `import headrace` must cost next to nothing.
+    import safetensors
+
+    head, file_nbytes = _read_head(path)
+    payload = _LENGTH_NBYTES + int.from_bytes(head[:_LENGTH_NBYTES], "little")
+    try:
+        with safetensors.safe_open(path, framework="np") as opened:
+            tensors = tuple(_place_tensors(opened, path, payload))
+            metadata = MappingProxyType(dict(opened.metadata() or {}))
+    except safetensors.SafetensorError as error:
+        raise FormatError(
+            f"{path} is no valid safetensors file: {error}; its first 8 bytes say that the tensors "
+            f"start at byte {payload}, and it has {file_nbytes} bytes; {guess_kind(head)}"
+        ) from error
+    stop = tensors[-1].file_range.stop if tensors else payload
+    if stop != file_nbytes:
+        raise FormatError(
+            f"{path} has {file_nbytes} bytes, but its tensors end at byte {stop}; it changed while "
+            "its header was read, or is damaged: try again, then download or write it again"
+        )
+    return Catalog(path, tensors, metadata)
+
+
+def _read_head(path: str) -> tuple[bytes, int]:
+    """Read the first bytes, and the size of the file in bytes."""
+    with open_regular(path) as file:
+        file_nbytes = os.fstat(file.fileno()).st_size
+        head = file.read(_HEAD_NBYTES)
+    if len(head) < _LENGTH_NBYTES:
+        raise FormatError(
+            f"{path} has {file_nbytes} bytes; a safetensors file starts with {_LENGTH_NBYTES} "
+            f"bytes that tell the length of its header; {guess_kind(head)}"
+        )
+    return head, file_nbytes
+
+
+def _place_tensors(opened: Any, path: str, payload: int) -> Iterator[TensorSpec]:
+    """Give each tensor its place: the library refuses files with holes or overlaps."""
+    start = payload
+    for name in opened.offset_keys():
+        view = opened.get_slice(name)
+        dtype, shape = view.get_dtype(), tuple(view.get_shape())
+        try:
+            stop = start + tensor_nbytes(dtype, shape)
+        except FormatError as error:
+            raise FormatError(f"{path}: tensor {name!r}: {error}") from error
+        yield TensorSpec(name, dtype, shape, ByteRange(start, stop))
+        start = stop

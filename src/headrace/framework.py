@@ -1,0 +1,168 @@
+"""What a framework must tell, and the functions that every framework's namespace shares."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+
+from headrace.context import Context, Progress, default_context
+from headrace.errors import FormatError
+from headrace.formats.catalog import Catalog, TensorSpec
+from headrace.formats.dtypes import dtype_name, itembits
+from headrace.formats.npy import read_catalog as read_npy
+from headrace.formats.raw import describe_raw
+from headrace.memory.buffer import Buffer
+from headrace.storage.source import Source
+from headrace.survey import PathLike, SourceLike, Want, want_checkpoint
+from headrace.types import Device
+
+Array = TypeVar("Array")
+ShownProgress = bool | Progress
+"""True shows a bar; a callable is told the bytes moved and the bytes in all; False is quiet."""
+
+
+class Framework(Protocol[Array]):
+    """An array library: where its arrays live, and how they are made."""
+
+    def parse_device(self, device: Any) -> Device:
+        """Its own way of naming devices; None is its current default."""
+
+    def dtype_name(self, dtype: Any) -> str:
+        """Name of one of its types, as `TensorSpec.dtype` has it."""
+
+    def current_stream(self, device: Device) -> int | None:
+        """CUDA stream that its allocator orders new arrays on; None for the host."""
+
+    def empty(self, spec: TensorSpec, device: Device) -> Array:
+        """A new array for a tensor, from its own allocator; contiguous in the spec's order."""
+
+    def pointer(self, array: Array) -> int:
+        """Address of the first byte of an array that `empty` made."""
+
+
+def load(
+    framework: Framework[Array],
+    source: SourceLike,
+    *,
+    device: Any = None,
+    names: Sequence[str] | None = None,
+    route: str = "auto",
+    progress: ShownProgress = False,
+    context: Context | None = None,
+) -> dict[str, Array]:
+    """Load the tensors of safetensors files; see ``headrace.torch.load`` for the parameters."""
+    if isinstance(names, str):
+        raise TypeError(f"names is the string {names!r}; pass a list of tensor names")
+    want = want_checkpoint(source, names)
+    context = context or default_context()
+    return _load(framework, want, device, route, progress, context)
+
+
+def read(
+    framework: Framework[Array],
+    path: PathLike,
+    *,
+    dtype: Any = None,
+    shape: Sequence[int] | None = None,
+    file_offset: int = 0,
+    nbytes: int | None = None,
+    device: Any = None,
+    route: str = "auto",
+    context: Context | None = None,
+) -> Array:
+    """Read one array; see ``headrace.torch.read`` for the parameters."""
+    where = os.fspath(path)
+    name = None if dtype is None else framework.dtype_name(dtype)
+    extent = None if shape is None else tuple(int(axis) for axis in shape)
+
+    def describe(opened: Sequence[Source]) -> tuple[Catalog, ...]:
+        if where.lower().endswith(".npy") and not file_offset and nbytes is None:
+            return (_agreeing(read_npy(where), name, extent),)
+        return (
+            describe_raw(
+                where,
+                opened[0].nbytes,
+                dtype=name or "U8",
+                shape=extent,
+                file_offset=file_offset,
+                nbytes=nbytes,
+            ),
+        )
+
+    want = Want(where, (where,), describe)
+    arrays = _load(framework, want, device, route, False, context or default_context())
+    return arrays[""]
+
+
+def numpy_dtype_name(dtype: Any) -> str:
+    """Name of a type given as a safetensors name, or as anything that ``np.dtype`` takes."""
+    if isinstance(dtype, str):
+        with contextlib.suppress(FormatError):
+            itembits(dtype)
+            return dtype
+    return dtype_name(np.dtype(dtype))
+
+
+def _load(
+    framework: Framework[Array],
+    want: Want,
+    device: Any,
+    route: str,
+    progress: ShownProgress,
+    context: Context,
+) -> dict[str, Array]:
+    target = framework.parse_device(device)
+    arrays: dict[str, Array] = {}
+
+    def allocate(specs: tuple[TensorSpec, ...]) -> list[Buffer]:
+        stream = framework.current_stream(target)
+        buffers = []
+        for spec in specs:
+            array = arrays[spec.name] = framework.empty(spec, target)
+            pointer, nbytes = framework.pointer(array), spec.file_range.nbytes
+            buffers.append(Buffer(pointer, nbytes, target, array, stream))
+        return buffers
+
+    with _shown(progress, want.label) as told:
+        context.transfer(want, target, allocate, route=route, progress=told)
+    return arrays
+
+
+@contextlib.contextmanager
+def _shown(progress: ShownProgress, label: str) -> Iterator[Progress | None]:
+    """What to tell of the progress: the caller's function, a bar, or nothing."""
+    if not isinstance(progress, bool):
+        yield progress
+        return
+    if not progress:
+        yield None
+        return
+    from rich import progress as bars  # tens of milliseconds, for those who asked for a bar
+
+    columns = (
+        bars.TextColumn("{task.description}", markup=False),
+        bars.BarColumn(),
+        bars.DownloadColumn(),
+        bars.TransferSpeedColumn(),
+        bars.TimeRemainingColumn(),
+    )
+    with bars.Progress(*columns, transient=True) as bar:
+        task = bar.add_task(label, total=None)
+        yield lambda moved, total: bar.update(task, completed=moved, total=total)
+
+
+def _agreeing(catalog: Catalog, dtype: str | None, shape: tuple[int, ...] | None) -> Catalog:
+    """A .npy catalog, once it is what the caller expects."""
+    spec = catalog.tensors[0]
+    wanted = (dtype or spec.dtype, spec.shape if shape is None else shape)
+    if wanted != (spec.dtype, spec.shape):
+        raise FormatError(
+            f"{catalog.path}: the file holds {spec.dtype} {spec.shape}, but {wanted[0]} "
+            f"{wanted[1]} was asked for; leave dtype and shape out, or pass nbytes to read "
+            "the file as raw bytes"
+        )
+    return catalog

@@ -1,0 +1,185 @@
+"""NumPy: tensors in host memory as NumPy arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace import framework
+from headrace.context import Context
+from headrace.formats.catalog import TensorSpec
+from headrace.formats.dtypes import is_subbyte, numpy_dtype
+from headrace.framework import ShownProgress
+from headrace.survey import PathLike, SourceLike
+from headrace.types import HOST, Device, parse_device
+
+
+def load_file(path: PathLike, device: Any = "cpu") -> dict[str, NDArray[Any]]:
+    """Load every tensor of a safetensors file: a drop-in for ``safetensors.numpy.load_file``.
+
+    Parameters
+    ----------
+    path
+        A ``.safetensors`` file.
+    device
+        "cpu" or None: host memory is the only place that NumPy knows.
+
+    Returns
+    -------
+    dict
+        Name to NumPy array (bf16, fp8 types are ml_dtypes'). Each owns its memory, from
+        NumPy's allocator; dropping one frees it.
+        Sub-byte types come out as one-dimensional uint8 of the tensor's bytes.
+
+    Raises
+    ------
+    FormatError
+        The file is not whole and valid safetensors.
+    FileNotFoundError, PermissionError, IsADirectoryError, OSError
+        As the operating system says.
+    SourceChanged
+        The file changed while it was read.
+    RouteUnavailable, DeviceError
+        There is no way to the device, or the GPU refused.
+    """
+    return framework.load(_NumPy(), path, device=device)
+
+
+def load(
+    source: SourceLike,
+    *,
+    device: Any = None,
+    names: Sequence[str] | None = None,
+    route: str = "auto",
+    progress: ShownProgress = False,
+    context: Context | None = None,
+) -> dict[str, NDArray[Any]]:
+    """Load tensors from safetensors files by the best route, or by a forced one.
+
+    Parameters
+    ----------
+    source
+        A file, a directory (with or without an index), an index file, or a list of files.
+    device
+        "cpu" or None: host memory is the only place that NumPy knows.
+    names
+        Tensors to load; None for all.
+    route
+        "auto" chooses for each stretch of each file; "host", "cached", "mapped", "direct" or
+        "gds" serves or raises.
+    progress
+        True shows a bar on a terminal; a function is told the bytes moved and the bytes in all.
+    context
+        Whose options and pools to use; None takes the default one.
+
+    Returns
+    -------
+    dict
+        As `load_file`, in file order.
+
+    Raises
+    ------
+    KeyError
+        A name is in none of the files.
+    RouteUnavailable
+        The forced route cannot serve; the message has every reason.
+    FormatError, SourceChanged, DeviceError, OSError, ValueError
+        As `load_file`; also for an index and files that disagree.
+    """
+    return framework.load(
+        _NumPy(),
+        source,
+        device=device,
+        names=names,
+        route=route,
+        progress=progress,
+        context=context,
+    )
+
+
+def read(
+    path: PathLike,
+    *,
+    dtype: Any = None,
+    shape: Sequence[int] | None = None,
+    file_offset: int = 0,
+    nbytes: int | None = None,
+    device: Any = None,
+    route: str = "auto",
+    context: Context | None = None,
+) -> NDArray[Any]:
+    """Read one array: a ``.npy`` file, or the raw bytes of any file.
+
+    Parameters
+    ----------
+    path
+        A file. With the suffix ``.npy``, and neither `file_offset` nor `nbytes`, type and shape
+        are the file's own, and `dtype` and `shape`, if given, must agree.
+    dtype
+        Type of raw bytes: a NumPy type, or a safetensors name; None for uint8.
+    shape
+        Of raw bytes; None for one axis over all of them.
+    file_offset
+        First byte of raw bytes; any value.
+    nbytes
+        Length of raw bytes; None for what the shape needs, or up to the end of the file.
+    device
+        "cpu" or None: host memory is the only place that NumPy knows.
+    route, context
+        As for `load`.
+
+    Returns
+    -------
+    NumPy array (bf16, fp8 types are ml_dtypes')
+        Fortran order is kept: such an array is contiguous along its first axis.
+
+    Raises
+    ------
+    FormatError
+        The ``.npy`` file is malformed, holds Python objects or a type without a counterpart, or
+        disagrees with `dtype` or `shape`.
+    ShortRead
+        The file ends before the bytes that were asked for.
+    ValueError
+        Offsets, lengths, type and shape do not fit each other.
+    RouteUnavailable, SourceChanged, DeviceError, OSError
+        As for `load`.
+    """
+    return framework.read(
+        _NumPy(),
+        path,
+        dtype=dtype,
+        shape=shape,
+        file_offset=file_offset,
+        nbytes=nbytes,
+        device=device,
+        route=route,
+        context=context,
+    )
+
+
+class _NumPy:
+    """`headrace.framework.Framework` of NumPy."""
+
+    def parse_device(self, device: Any) -> Device:
+        target = HOST if device is None else parse_device(str(device))
+        if not target.is_host:
+            raise ValueError(f"NumPy arrays live in host memory, not on {target}; use 'cpu'")
+        return target
+
+    def dtype_name(self, dtype: Any) -> str:
+        return framework.numpy_dtype_name(dtype)
+
+    def current_stream(self, device: Device) -> None:
+        return None
+
+    def empty(self, spec: TensorSpec, device: Device) -> NDArray[Any]:
+        if is_subbyte(spec.dtype):
+            return np.empty(spec.file_range.nbytes, np.uint8)
+        return np.empty(spec.shape, numpy_dtype(spec.dtype), order=spec.order)
+
+    def pointer(self, array: NDArray[Any]) -> int:
+        return int(array.__array_interface__["data"][0])

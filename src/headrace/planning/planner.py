@@ -1,0 +1,66 @@
+"""Specs, residency and facts become a `Plan`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from headrace.options import Options
+from headrace.planning.coalesce import split
+from headrace.planning.plan import Piece, Plan, Rejection, Transfer
+from headrace.planning.route import Facts, choose
+from headrace.storage.residency import Residency
+from headrace.types import Device, Route
+
+
+@dataclass(frozen=True, slots=True)
+class FileFacts:
+    """What is wanted of one file, and what holds for it."""
+
+    pieces: tuple[Piece, ...]
+    """Wanted bytes, by rising file offset."""
+    residency: Residency
+    """What the page cache holds of them."""
+    facts: Facts
+    """Machine, volume and GPU."""
+
+
+def make_plan(
+    files: Sequence[FileFacts], device: Device, options: Options, forced: Route | None
+) -> Plan:
+    """Choose a route for each stretch of each file.
+
+    Parameters
+    ----------
+    files
+        In the order of the sources.
+    device
+        Where all bytes go.
+    options
+        What the user wants.
+    forced
+        The only route allowed; None for the best of each stretch.
+
+    Raises
+    ------
+    RouteUnavailable
+        As `choose`.
+    """
+    transfers: list[Transfer] = []
+    rejected: dict[Rejection, None] = {}
+    downgrades: dict[Rejection, None] = {}
+    for source, file in enumerate(files):
+        for stretch, pieces in split(file.pieces, file.residency.stretches):
+            length = stretch.file_range.nbytes
+            choice = choose(stretch.resident, length, device, file.facts, options, forced)
+            clean = options.reuse == "once" and not stretch.resident
+            transfers.append(Transfer(source, choice.route, choice.why, pieces, clean))
+            rejected.update(dict.fromkeys(choice.rejections))
+            if choice.downgrade:
+                downgrades[choice.downgrade] = None
+    return Plan(
+        transfers=tuple(transfers),
+        rejected=tuple(rejected),
+        downgrades=tuple(downgrades),
+        resident_nbytes=sum(file.residency.resident_nbytes for file in files),
+    )

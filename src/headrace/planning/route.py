@@ -1,0 +1,156 @@
+"""Facts in, routes out: the rules by which a stretch of a file gets its route."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from headrace.errors import RouteUnavailable
+from headrace.options import Options
+from headrace.planning.plan import Rejection
+from headrace.probing.fact import Fact
+from headrace.probing.machine import MachineFacts
+from headrace.probing.volume import VolumeFacts
+from headrace.types import Device, Route
+
+SMALL_NBYTES = 1 << 20
+"""Missing bytes below this are read through the page cache: one read, whichever way."""
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """Everything that a choice rests on."""
+
+    machine: MachineFacts
+    """Memory and CPUs."""
+    volume: VolumeFacts
+    """The file system under the file."""
+    gpu: Fact
+    """Whether a CUDA device can be used; looked at only for a destination on one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The route of one stretch."""
+
+    route: Route
+    """The way its bytes go."""
+    why: str
+    """The fact that chose it."""
+    rejections: tuple[Rejection, ...]
+    """Every other route, with what ruled it out."""
+    downgrade: Rejection | None = None
+    """The first-choice route, where it could not serve."""
+
+
+def choose(
+    resident: bool,
+    nbytes: int,
+    device: Device,
+    facts: Facts,
+    options: Options,
+    forced: Route | None,
+) -> Choice:
+    """Choose the route of one stretch.
+
+    Parameters
+    ----------
+    resident
+        Whether the page cache holds (nearly) all of it.
+    nbytes
+        Its length.
+    device
+        Destination.
+    facts, options
+        What is so, and what is wanted.
+    forced
+        The only route allowed; None for the best one.
+
+    Raises
+    ------
+    RouteUnavailable
+        The forced route, or every route, cannot serve; or `Options.strict` forbids a downgrade.
+    """
+    cannot = _impossible(device, facts, options.block_nbytes)
+    buffered = Route.HOST if device.is_host else Route.CACHED
+    if forced is not None:
+        return _take_forced(forced, cannot)
+    if buffered in cannot:
+        raise RouteUnavailable(_all_reasons("no route can serve", cannot))
+    first, why = _first_choice(resident, nbytes, buffered, facts, options)
+    if first not in cannot:
+        others = {**cannot, **_not_preferred(first, buffered, why)}
+        return Choice(first, why, _in_order(others, first))
+    downgrade = cannot[first]
+    if options.strict:
+        reason = f"strict=True forbids {buffered} in place of {downgrade}"
+        raise RouteUnavailable(reason)
+    why = f"{why}, but {downgrade.why}"
+    return Choice(buffered, why, _in_order(cannot, buffered), downgrade)
+
+
+def _impossible(device: Device, facts: Facts, block_nbytes: int) -> dict[Route, Rejection]:
+    """Routes that this machine, file or destination rules out, whatever is resident."""
+    cannot: dict[Route, Rejection] = {}
+
+    def rule_out(route: Route, why: str, remedy: str = "") -> None:
+        cannot.setdefault(route, Rejection(route, why, remedy))
+
+    for route in (Route.MAPPED, Route.GDS):
+        rule_out(route, "this version of headrace has no such engine")
+    if device.is_host:
+        rule_out(Route.CACHED, "the destination is host memory, which needs no bounce buffer")
+    else:
+        rule_out(Route.HOST, f"the destination is {device}, not host memory")
+        if facts.gpu.holds is not True:
+            for route in (Route.CACHED, Route.DIRECT):
+                rule_out(route, f"{facts.gpu.found}: {facts.gpu.why}", facts.gpu.remedy)
+    direct = facts.volume.direct
+    if direct.holds is not True:
+        rule_out(Route.DIRECT, f"{direct.found} ({direct.why})", direct.remedy)
+    alignment = facts.volume.alignment.offset
+    if block_nbytes % alignment:
+        why = f"blocks of {block_nbytes} bytes are no multiple of the alignment, {alignment} bytes"
+        rule_out(Route.DIRECT, why, f"set block_nbytes to a multiple of {alignment}")
+    return cannot
+
+
+def _first_choice(
+    resident: bool, nbytes: int, buffered: Route, facts: Facts, options: Options
+) -> tuple[Route, str]:
+    """The route that is best if it can be had, and the fact that makes it so."""
+    if resident:
+        return buffered, "the page cache holds these bytes"
+    if nbytes < SMALL_NBYTES:
+        return buffered, f"not resident, but under {SMALL_NBYTES >> 20} MiB"
+    if options.reuse == "many":
+        available = facts.machine.available_nbytes
+        if available is None or nbytes <= available // 2:
+            return buffered, "not resident; reuse='many' leaves the bytes in the page cache"
+        return Route.DIRECT, "not resident, and too large to stay in the free memory"
+    return Route.DIRECT, "not resident: read once, around the page cache"
+
+
+def _not_preferred(first: Route, buffered: Route, why: str) -> dict[Route, Rejection]:
+    """Routes that could serve and were not the best."""
+    if first is Route.DIRECT:
+        remedy = "Options(reuse='many') reads through the page cache"
+        return {buffered: Rejection(buffered, "slower for bytes that are not resident", remedy)}
+    return {Route.DIRECT: Rejection(Route.DIRECT, f"not the best here: {why}", "")}
+
+
+def _take_forced(forced: Route, cannot: dict[Route, Rejection]) -> Choice:
+    if forced in cannot:
+        head = f"route {str(forced)!r} cannot serve: {cannot[forced]}"
+        rest = {route: cannot[route] for route in cannot if route is not forced}
+        raise RouteUnavailable(_all_reasons(head + "; others", rest) if rest else head)
+    why = f"route={str(forced)!r} was asked for"
+    others = {other: Rejection(other, why, "") for other in Route if other is not forced}
+    return Choice(forced, why, _in_order({**others, **cannot}, forced))
+
+
+def _all_reasons(head: str, cannot: dict[Route, Rejection]) -> str:
+    return f"{head}: " + "; ".join(str(rejection) for rejection in cannot.values())
+
+
+def _in_order(rejections: dict[Route, Rejection], taken: Route) -> tuple[Rejection, ...]:
+    return tuple(rejections[route] for route in Route if route in rejections and route != taken)

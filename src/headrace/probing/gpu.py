@@ -1,0 +1,39 @@
+"""Facts of the GPU: whether CUDA can be used at all, and why not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from headrace.bindings.cuda import Cuda
+from headrace.errors import DeviceError
+from headrace.probing.fact import Fact
+
+_NAME = "CUDA device"
+
+
+def probe_gpu(load_cuda: Callable[[], Cuda]) -> Fact:
+    """Whether a CUDA device can be used from this process.
+
+    Parameters
+    ----------
+    load_cuda
+        Gives the bindings; raises ImportError where they are missing.
+    """
+    try:
+        count = load_cuda().device_count()
+    except ImportError as error:
+        return Fact(
+            _NAME,
+            False,
+            "no CUDA bindings",
+            f"import cuda.bindings: {error}",
+            "pip install 'headrace[cuda13]' (or [cuda12], to match the driver)",
+        )
+    except DeviceError as error:
+        return Fact(
+            _NAME, False, "no usable driver", str(error), "install or repair the NVIDIA driver"
+        )
+    if count == 0:
+        remedy = "check nvidia-smi and CUDA_VISIBLE_DEVICES"
+        return Fact(_NAME, False, "0 devices", "cudaGetDeviceCount", remedy)
+    return Fact(_NAME, True, f"{count} device{'s' * (count > 1)}", "cudaGetDeviceCount")

@@ -1,0 +1,57 @@
+"""Facts of the machine: memory and CPUs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from headrace.bindings.sysfs import System
+from headrace.probing.fact import Fact
+
+_BUSY_LOAD_PER_CPU = 0.75
+# Above three runnable tasks for four CPUs, a transfer's own workers would take time from others.
+
+
+@dataclass(frozen=True, slots=True)
+class MachineFacts:
+    """What the planner needs to know of the machine."""
+
+    cpus: int
+    """CPUs that this process may run on."""
+    available_nbytes: int | None
+    """Memory that can be had without swapping, in bytes; None where the kernel does not say."""
+    busy: Fact
+    """Whether other work keeps the CPUs busy."""
+
+    @property
+    def facts(self) -> tuple[Fact, ...]:
+        """Everything as facts, for people."""
+        available = self.available_nbytes
+        memory = Fact(
+            "available memory",
+            None if available is None else available > 0,
+            "unknown" if available is None else f"{available} bytes",
+            "MemAvailable in /proc/meminfo",
+        )
+        return memory, self.busy
+
+
+def probe_machine(system: System) -> MachineFacts:
+    """Read memory and CPU facts (proc(5))."""
+    cpus, load = system.cpus(), system.load_average()
+    limit = _BUSY_LOAD_PER_CPU * cpus
+    busy = Fact(
+        "CPUs busy",
+        load > limit,
+        f"load {load:.2f} on {cpus} CPUs",
+        f"one-minute load average, against {limit:.2f}",
+        "policy='auto' spends fewer CPU seconds for each byte while this holds",
+    )
+    return MachineFacts(cpus, _available_nbytes(system), busy)
+
+
+def _available_nbytes(system: System) -> int | None:
+    for line in (system.read("/proc/meminfo") or "").splitlines():
+        name, _, value = line.partition(":")
+        if name == "MemAvailable":
+            return int(value.split()[0]) * 1024
+    return None

@@ -1,0 +1,1 @@
+"""Open files, and what the page cache holds of them."""

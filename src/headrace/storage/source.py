@@ -1,0 +1,211 @@
+"""Source: an open file that knows who it was when it was opened."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Sequence
+
+from headrace.bindings.posix import Files
+from headrace.errors import ShortRead, SourceChanged
+from headrace.memory.alignment import align_down
+from headrace.types import ByteRange
+
+_IOV_MAX = 1024  # most buffers of one preadv(2) on Linux
+
+
+class Source:
+    """A file opened for reading; owns its descriptors.
+
+    Parameters
+    ----------
+    path
+        The file.
+    files
+        The calls to make.
+
+    Raises
+    ------
+    FileNotFoundError, PermissionError, IsADirectoryError
+        As the operating system says.
+    OSError
+        The path is neither a regular file nor a directory (a pipe, a device).
+    """
+
+    def __init__(self, path: str, files: Files) -> None:
+        self.path = path
+        self._files = files
+        # A look before the open: opening a pipe would wait for its writer.
+        mode = files.path_status(path).mode
+        if stat.S_ISDIR(mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
+        if not stat.S_ISREG(mode):
+            raise OSError(errno.EINVAL, "not a regular file", path)
+        self._fd = files.open(path)
+        self._direct_fd: int | None = None
+        self._opened = files.status(self._fd)
+
+    @property
+    def nbytes(self) -> int:
+        """Size when it was opened, in bytes."""
+        return self._opened.nbytes
+
+    @property
+    def owner_uid(self) -> int:
+        """User who owns the file."""
+        return self._opened.uid
+
+    @property
+    def fd(self) -> int:
+        """Descriptor for buffered reads."""
+        return self._fd
+
+    @property
+    def files(self) -> Files:
+        """The calls that this source makes."""
+        return self._files
+
+    def open_direct(self) -> None:
+        """Open the same file once more with O_DIRECT, for `read_aligned`.
+
+        Raises
+        ------
+        OSError
+            The file system refuses O_DIRECT (EINVAL), or the path names another file by now.
+        """
+        if self._direct_fd is not None:
+            return
+        fd = self._files.open(self.path, direct=True)
+        opened = self._files.status(fd)
+        if (opened.device, opened.inode) != (self._opened.device, self._opened.inode):
+            self._files.close(fd)
+            raise self._changed("it was replaced by another file")
+        self._direct_fd = fd
+
+    def read(self, views: Sequence[memoryview], file_offset: int) -> None:
+        """Fill the views, one after the other, through the page cache.
+
+        Raises
+        ------
+        ShortRead
+            The file ends first.
+        SourceChanged
+            It ends first because it was truncated since it was opened.
+        OSError
+            A read failed.
+        """
+        for first in range(0, len(views), _IOV_MAX):
+            group = list(views[first : first + _IOV_MAX])
+            file_offset = self._fill(group, file_offset)
+
+    def read_aligned(
+        self, view: memoryview, window: ByteRange, needed_nbytes: int, alignment: int
+    ) -> None:
+        """Read a window through O_DIRECT into the start of `view`.
+
+        Parameters
+        ----------
+        view
+            Memory whose address and length satisfy the file's alignment.
+        window
+            Part of the file, both ends aligned; it may reach past the end of the file.
+        needed_nbytes
+            How many bytes from the start of the window must arrive.
+        alignment
+            What O_DIRECT demands of offsets, in bytes.
+
+        Raises
+        ------
+        ShortRead, SourceChanged, OSError
+            As for `read`.
+        """
+        if self._direct_fd is None:
+            raise ValueError(f"{self.path}: call open_direct() before read_aligned()")
+        done = 0
+        while done < needed_nbytes:
+            count = self._preadv(self._direct_fd, [view[done : window.nbytes]], window.start + done)
+            if count == 0:
+                raise self._ended(window.start + done, window.start + needed_nbytes)
+            if done + count >= needed_nbytes:
+                return
+            resumed = align_down(done + count, alignment)
+            if resumed <= done:
+                # O_DIRECT made no aligned progress: let the page cache serve the rest.
+                self.read([view[done:needed_nbytes]], window.start + done)
+                return
+            done = resumed
+
+    def forget(self, window: ByteRange) -> None:
+        """Drop a stretch from the page cache, as far as the kernel likes to."""
+        self._files.forget(self._fd, window.start, window.nbytes)
+
+    def verify_unchanged(self) -> None:
+        """Check that path and file are still what was opened.
+
+        Raises
+        ------
+        SourceChanged
+            The file was truncated, extended, rewritten, replaced or removed.
+        """
+        now = self._files.status(self._fd)
+        was = self._opened
+        if now.nbytes != was.nbytes:
+            raise self._changed(f"its size went from {was.nbytes} to {now.nbytes} bytes")
+        if now.mtime_ns != was.mtime_ns:
+            raise self._changed("it was written to")
+        try:
+            named = self._files.path_status(self.path)
+        except FileNotFoundError:
+            raise self._changed("it was removed") from None
+        if (named.device, named.inode) != (was.device, was.inode):
+            raise self._changed("it was replaced by another file")
+
+    def close(self) -> None:
+        """Close the descriptors; safe to call again."""
+        fds, self._fd, self._direct_fd = (self._fd, self._direct_fd), -1, None
+        for fd in fds:
+            if fd is not None and fd >= 0:
+                self._files.close(fd)
+
+    def _fill(self, views: list[memoryview], file_offset: int) -> int:
+        stop = file_offset + sum(len(view) for view in views)
+        while file_offset < stop:
+            count = self._preadv(self._fd, views, file_offset)
+            if count == 0:
+                raise self._ended(file_offset, stop)
+            file_offset += count
+            if file_offset < stop:
+                _drop_front(views, count)
+        return stop
+
+    def _preadv(self, fd: int, views: Sequence[memoryview], file_offset: int) -> int:
+        while True:
+            try:
+                return self._files.preadv(fd, views, file_offset)
+            except InterruptedError:
+                continue
+            except OSError as error:
+                error.filename = self.path
+                raise
+
+    def _ended(self, file_offset: int, wanted_stop: int) -> ShortRead | SourceChanged:
+        now = self._files.status(self._fd).nbytes
+        if now < self._opened.nbytes:
+            return self._changed(f"it was truncated from {self._opened.nbytes} to {now} bytes")
+        return ShortRead(
+            f"{self.path}: the file ends at byte {file_offset}, but bytes up to {wanted_stop} "
+            "were wanted; ask for fewer bytes, or check that the file is whole"
+        )
+
+    def _changed(self, what: str) -> SourceChanged:
+        return SourceChanged(
+            errno.ESTALE, f"{what} while it was read; read it again once it is at rest", self.path
+        )
+
+
+def _drop_front(views: list[memoryview], count: int) -> None:
+    """Remove `count` bytes, already filled, from the front of the views, in place."""
+    while count >= len(views[0]):
+        count -= len(views.pop(0))
+    views[0] = views[0][count:]

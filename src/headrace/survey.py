@@ -1,0 +1,192 @@
+"""Survey: open the files, read their catalogs, and gather the facts that a plan rests on."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from headrace.bindings.posix import Files
+from headrace.bindings.sysfs import System, read_mounts
+from headrace.formats.catalog import Catalog, TensorSpec
+from headrace.formats.checkpoint import find_files, read_checkpoint
+from headrace.formats.npy import read_catalog as read_npy
+from headrace.formats.raw import describe_raw
+from headrace.planning.coalesce import place, stretches_of
+from headrace.planning.planner import FileFacts
+from headrace.planning.route import Facts
+from headrace.probing.fact import Fact
+from headrace.probing.machine import MachineFacts, probe_machine
+from headrace.probing.volume import VolumeFacts, probe_volume
+from headrace.storage.residency import Residency, measure_residency
+from headrace.storage.source import Source
+
+PathLike = str | os.PathLike[str]
+"""One path."""
+
+SourceLike = PathLike | Sequence[PathLike]
+"""A file, a directory, an index, or a list of files."""
+
+Describe = Callable[[Sequence[Source]], tuple[Catalog, ...]]
+"""Reads the catalogs of files that are already open, in their order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Want:
+    """What to read."""
+
+    label: str
+    """What people call it, for reports."""
+    paths: tuple[str, ...]
+    """Files to open."""
+    describe: Describe
+    """Reads their catalogs, once they are open."""
+    names: frozenset[str] | None = None
+    """Only these tensors; None for all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """Everything known before a byte of payload is read."""
+
+    sources: tuple[Source, ...]
+    """Open files."""
+    specs: tuple[TensorSpec, ...]
+    """Wanted tensors, file after file; a piece's buffer is an index into them."""
+    spec_sources: tuple[int, ...]
+    """Which source each tensor is in."""
+    files: tuple[FileFacts, ...]
+    """What is wanted of each source, and what holds for it."""
+    volumes: tuple[VolumeFacts, ...]
+    """The volume under each source."""
+    machine: MachineFacts
+    """Memory and CPUs."""
+
+    @property
+    def nbytes(self) -> int:
+        """Wanted bytes."""
+        return sum(spec.file_range.nbytes for spec in self.specs)
+
+    def facts(self) -> tuple[Fact, ...]:
+        """Everything as facts, for people; each once."""
+        facts: dict[Fact, None] = dict.fromkeys(self.machine.facts)
+        for file in self.files:
+            facts[file.facts.gpu] = None
+            facts[file.facts.volume.direct] = None
+            facts[_residency_fact(file.residency)] = None
+        return tuple(facts)
+
+
+def want_checkpoint(source: SourceLike, names: Sequence[str] | None = None) -> Want:
+    """Want the tensors of safetensors files: a file, a directory, an index or a list.
+
+    Raises
+    ------
+    FileNotFoundError, FormatError, ValueError
+        As `headrace.formats.checkpoint.find_files`.
+    """
+    chosen = None if names is None else frozenset(names)
+    paths = find_files(source)
+    return Want(name_source(source), paths, lambda _: read_checkpoint(source), chosen)
+
+
+def want_any(source: SourceLike) -> Want:
+    """Want whatever the source is: ``.npy``, a checkpoint, or any other file as bytes."""
+    path = name_source(source)
+    if isinstance(source, (str, os.PathLike)) and os.path.isfile(path):
+        if path.lower().endswith(".npy"):
+            return Want(path, (path,), lambda _: (read_npy(path),))
+        if not path.lower().endswith((".safetensors", ".json")):
+            return Want(path, (path,), lambda opened: (describe_raw(path, opened[0].nbytes),))
+    return want_checkpoint(source)
+
+
+def name_source(source: SourceLike) -> str:
+    """What a report calls a source."""
+    if isinstance(source, (str, os.PathLike)):
+        return os.fspath(source)
+    return ", ".join(os.fspath(path) for path in source)
+
+
+@contextlib.contextmanager
+def open_sources(paths: Sequence[str], files: Files) -> Iterator[tuple[Source, ...]]:
+    """Open files, and close them on the way out."""
+    with contextlib.ExitStack() as stack:
+        sources = []
+        for path in paths:
+            source = Source(path, files)
+            stack.callback(source.close)
+            sources.append(source)
+        yield tuple(sources)
+
+
+def select(
+    catalogs: Sequence[Catalog], names: frozenset[str] | None
+) -> tuple[tuple[TensorSpec, ...], ...]:
+    """Wanted tensors of each catalog.
+
+    Raises
+    ------
+    KeyError
+        A name is in none of the files.
+    """
+    if names is None:
+        return tuple(catalog.tensors for catalog in catalogs)
+    known = {spec.name for catalog in catalogs for spec in catalog.tensors}
+    if missing := sorted(names - known):
+        raise KeyError(f"no tensor named {', '.join(missing)} in the file; it has {len(known)}")
+    return tuple(
+        tuple(spec for spec in catalog.tensors if spec.name in names) for catalog in catalogs
+    )
+
+
+def survey(
+    sources: tuple[Source, ...],
+    wanted: Sequence[tuple[TensorSpec, ...]],
+    system: System,
+    gpu: Fact,
+    granule_nbytes: int,
+) -> Survey:
+    """Gather the facts for reading some tensors.
+
+    Parameters
+    ----------
+    sources
+        Open files.
+    wanted
+        Tensors of each.
+    system
+        Where the facts of the machine are read.
+    gpu
+        Whether a CUDA device can be used.
+    granule_nbytes
+        Residency is told apart at multiples of this.
+    """
+    machine, mounts = probe_machine(system), read_mounts(system)
+    files: list[FileFacts] = []
+    specs: list[TensorSpec] = []
+    owners: list[int] = []
+    for index, (source, tensors) in enumerate(zip(sources, wanted, strict=True)):
+        volume = probe_volume(source, mounts)
+        pieces = place(tensors, len(specs))
+        kind = volume.file_system
+        residency = measure_residency(source, stretches_of(pieces), granule_nbytes, kind)
+        files.append(FileFacts(pieces, residency, Facts(machine, volume, gpu)))
+        specs.extend(tensors)
+        owners.extend([index] * len(tensors))
+    volumes = tuple(file.facts.volume for file in files)
+    return Survey(sources, tuple(specs), tuple(owners), tuple(files), volumes, machine)
+
+
+def _residency_fact(residency: Residency) -> Fact:
+    total = sum(stretch.file_range.nbytes for stretch in residency.stretches)
+    known = residency.method != "unknown"
+    found = f"{residency.resident_nbytes} of {total} bytes in the page cache"
+    return Fact(
+        "resident",
+        residency.resident_nbytes >= total if known else None,
+        found if known else "unknown",
+        residency.why,
+        "" if known else "own the file, or use Linux 6.5 or later",
+    )

@@ -1,0 +1,34 @@
+"""For tests, ours and yours: fakes of what headrace stands on, and suites to inherit.
+
+The fakes need nothing but headrace; the suites bring pytest and Hypothesis in (extra ``test``)
+when they are first asked for.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from headrace.testing.fake_cuda import FakeCuda, FakeDeviceArray
+from headrace.testing.faulty_files import FaultyFiles
+
+if TYPE_CHECKING:
+    from headrace.testing.engine_suite import EngineSuite
+
+    from headrace.testing.format_suite import FormatSuite
+
+__all__ = ["EngineSuite", "FakeCuda", "FakeDeviceArray", "FaultyFiles", "FormatSuite"]
+
+
+def __getattr__(name: str) -> Any:
+    modules = {
+        "EngineSuite": "headrace.testing.engine_suite",
+        "FormatSuite": "headrace.testing.format_suite",
+    }
+    if name not in modules:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import pytest
+
+    # Without it a failed assertion of the suite would not show its values.
+    pytest.register_assert_rewrite(modules[name])
+    return getattr(import_module(modules[name]), name)

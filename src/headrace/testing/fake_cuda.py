@@ -1,0 +1,401 @@
+"""FakeCuda: CUDA without a GPU, as lazy as the real one is allowed to be."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import math
+import mmap
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NoReturn
+
+from headrace.bindings.cuda import LEGACY_STREAM
+from headrace.errors import DeviceError
+
+POISON = 0xA5
+"""Byte that fills a new `FakeDeviceArray`."""
+
+
+@dataclass(slots=True, eq=False)
+class _Block:
+    """Memory of a device, or page-locked host memory."""
+
+    pointer: int
+    nbytes: int
+    device: int | None
+    memory: mmap.mmap | None = None
+    alive: bool = True
+
+    def __str__(self) -> str:
+        where = "pinned" if self.device is None else f"device {self.device}"
+        return f"{where} memory at {self.pointer:#x} ({self.nbytes} bytes)"
+
+    def holds(self, pointer: int, nbytes: int) -> bool:
+        return self.pointer <= pointer <= pointer + nbytes <= self.pointer + self.nbytes
+
+    def meets(self, pointer: int, nbytes: int) -> bool:
+        return self.pointer < pointer + nbytes and pointer < self.pointer + self.nbytes
+
+
+@dataclass(slots=True, eq=False)
+class _Stream:
+    handle: int
+    device: int
+    queue: deque[Callable[[], None]] = field(default_factory=deque)
+
+
+@dataclass(slots=True, eq=False)
+class _Record:
+    """A moment in a stream, which outlives the event and the stream."""
+
+    stream: _Stream
+    happened: threading.Event = field(default_factory=threading.Event)
+
+
+@dataclass(slots=True, eq=False)
+class _Event:
+    device: int
+    latest: _Record | None = None
+
+
+class FakeCuda:
+    """`headrace.bindings.cuda.Cuda` over host memory, for tests.
+
+    A copy from pinned memory reads it only when something waits for it: `synchronize_stream`,
+    `synchronize_event`, or another stream that was told to wait and is itself waited for. So a
+    bounce buffer that is reused too early, or a call that returns too early, gives wrong bytes.
+    A destroyed stream does what is queued only for those who wait for an event on it. Streams 0
+    and 1 are each device's legacy stream, which waits for no stream of `create_stream`.
+
+    Misuse that real CUDA may forgive raises `DeviceError`: memory freed, or no longer pinned, while
+    a queued copy names it, copies out of range, double frees, destroyed streams and events, and
+    those of another device than the memory or the stream they are used with.
+
+    Parameters
+    ----------
+    devices
+        How many devices there are.
+    pinned_limit_nbytes
+        `register_host` fails as CUDA does when more than this would be held; None for no limit.
+    fail_copy_at
+        The copy that fails, counted from 1 over all streams; None for none.
+
+    Attributes
+    ----------
+    pinned_nbytes, peak_pinned_nbytes : int
+        Page-locked bytes that are held now, and the most that ever were.
+    copies, copied_nbytes, pending_copies : int
+        Copies that ran, their bytes, and copies that are queued and have not run.
+    pageable_copies : int
+        Copies that were asked for from memory that is not pinned.
+    errors : list[str]
+        Every misuse, also where the `DeviceError` was swallowed; injected failures do not count.
+    """
+
+    def __init__(
+        self,
+        devices: int = 1,
+        *,
+        pinned_limit_nbytes: int | None = None,
+        fail_copy_at: int | None = None,
+    ) -> None:
+        self.pinned_nbytes = self.peak_pinned_nbytes = 0
+        self.copies = self.copied_nbytes = self.pending_copies = self.pageable_copies = 0
+        self.errors: list[str] = []
+        self._devices = devices
+        self._pinned_limit = math.inf if pinned_limit_nbytes is None else pinned_limit_nbytes
+        self._fail_copy_at = fail_copy_at
+        self._copy_calls = itertools.count(1)
+        self._lock = threading.RLock()
+        self._thread = threading.local()
+        self._handles = itertools.count(0x1000)
+        self._blocks: dict[int, _Block] = {}
+        self._legacy = [_Stream(LEGACY_STREAM, device) for device in range(devices)]
+        self._streams: dict[int, _Stream] = {}
+        self._events: dict[int, _Event] = {}
+
+    @property
+    def live_streams(self) -> int:
+        """Streams that were created and not destroyed."""
+        return len(self._streams)
+
+    @property
+    def live_events(self) -> int:
+        """Events that were created and not destroyed."""
+        return len(self._events)
+
+    def device_count(self) -> int:
+        """See `Cuda.device_count`."""
+        return self._devices
+
+    def current_device(self) -> int:
+        """See `Cuda.current_device`."""
+        if not self._devices:
+            self._refuse("cudaGetDevice", "cudaErrorNoDevice", 100, "there are 0 devices")
+        return int(getattr(self._thread, "device", 0))
+
+    def set_device(self, device: int) -> None:
+        """See `Cuda.set_device`."""
+        self._check_device("cudaSetDevice", device)
+        self._thread.device = device
+
+    def pointer_device(self, pointer: int) -> int | None:
+        """See `Cuda.pointer_device`."""
+        with self._lock:
+            block = self._find_block(pointer, 1)
+            return None if block is None else block.device
+
+    def register_host(self, pointer: int, nbytes: int) -> None:
+        """See `Cuda.register_host`."""
+        call = "cudaHostRegister"
+        self._check_nbytes(call, nbytes)
+        with self._lock:
+            if any(block.meets(pointer, nbytes) for block in self._blocks.values()):
+                what = f"[{pointer:#x}, {pointer + nbytes:#x}) meets memory that CUDA knows"
+                self._refuse(call, "cudaErrorHostMemoryAlreadyRegistered", 712, what)
+            wanted = self.pinned_nbytes + nbytes
+            if wanted > self._pinned_limit:
+                what = f"{nbytes} bytes make it {wanted}, above the limit {self._pinned_limit}"
+                raise _device_error(call, "cudaErrorMemoryAllocation", 2, what)
+            self._blocks[pointer] = _Block(pointer, nbytes, None)
+            self.pinned_nbytes = wanted
+            self.peak_pinned_nbytes = max(self.peak_pinned_nbytes, wanted)
+
+    def unregister_host(self, pointer: int) -> None:
+        """See `Cuda.unregister_host`."""
+        with self._lock:
+            gone = self._remove_block("cudaHostUnregister", pointer, pinned=True)
+            self.pinned_nbytes -= gone.nbytes
+
+    def device_alloc(self, nbytes: int, device: int = 0) -> int:
+        """Allocate memory of `device` and return its address; its bytes are zero."""
+        self._check_device("cudaMalloc", device)
+        self._check_nbytes("cudaMalloc", nbytes)
+        memory = mmap.mmap(-1, nbytes)
+        pointer = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        with self._lock:
+            self._blocks[pointer] = _Block(pointer, nbytes, device, memory)
+        return pointer
+
+    def device_free(self, pointer: int) -> None:
+        """Free what `device_alloc` gave."""
+        with self._lock:
+            self._remove_block("cudaFree", pointer, pinned=False)
+
+    def device_bytes(self, pointer: int, nbytes: int) -> bytes:
+        """Bytes that device memory holds now; copies that are still queued do not run."""
+        with self._lock:
+            self._device_block("device_bytes", pointer, nbytes)
+            return ctypes.string_at(pointer, nbytes)
+
+    def device_write(self, pointer: int, data: bytes) -> None:
+        """Put bytes into device memory now, past every stream."""
+        with self._lock:
+            self._device_block("device_write", pointer, len(data))
+            ctypes.memmove(pointer, data, len(data))
+
+    def create_stream(self) -> int:
+        """See `Cuda.create_stream`."""
+        device = self.current_device()
+        with self._lock:
+            handle = next(self._handles)
+            self._streams[handle] = _Stream(handle, device)
+            return handle
+
+    def destroy_stream(self, stream: int) -> None:
+        """See `Cuda.destroy_stream`; what is queued stays queued."""
+        with self._lock:
+            if self._streams.pop(stream, None) is None:
+                self._refuse_handle("cudaStreamDestroy", "stream", stream)
+
+    def synchronize_stream(self, stream: int) -> None:
+        """See `Cuda.synchronize_stream`."""
+        with self._lock:
+            found = self._find_stream("cudaStreamSynchronize", stream)
+            while found.queue:
+                found.queue.popleft()()
+
+    def create_event(self) -> int:
+        """See `Cuda.create_event`."""
+        device = self.current_device()
+        with self._lock:
+            handle = next(self._handles)
+            self._events[handle] = _Event(device)
+            return handle
+
+    def destroy_event(self, event: int) -> None:
+        """See `Cuda.destroy_event`; streams that were told to wait for it still do."""
+        with self._lock:
+            self._find_event("cudaEventDestroy", event)
+            del self._events[event]
+
+    def record_event(self, event: int, stream: int) -> None:
+        """See `Cuda.record_event`."""
+        call = "cudaEventRecord"
+        with self._lock:
+            found, on = self._find_event(call, event), self._find_stream(call, stream)
+            self._check_device_is(found.device, on, call, f"event {event}")
+            found.latest = _Record(on)
+            on.queue.append(found.latest.happened.set)
+
+    def synchronize_event(self, event: int) -> None:
+        """See `Cuda.synchronize_event`; an event that was never recorded is complete."""
+        with self._lock:
+            record = self._find_event("cudaEventSynchronize", event).latest
+            if record is not None:
+                self._run_until(record)
+
+    def wait_event(self, stream: int, event: int) -> None:
+        """See `Cuda.wait_event`; it is the event's latest record now that counts."""
+        call = "cudaStreamWaitEvent"
+        with self._lock:
+            on, record = self._find_stream(call, stream), self._find_event(call, event).latest
+            if record is not None:
+                on.queue.append(partial(self._run_until, record))
+
+    def copy_to_device(self, destination: int, source: int, nbytes: int, stream: int) -> None:
+        """See `Cuda.copy_to_device`; pageable memory is read at once, as CUDA does."""
+        call = "cudaMemcpyAsync"
+        with self._lock:
+            if next(self._copy_calls) == self._fail_copy_at:
+                what = f"copy {self._fail_copy_at} was told to fail"
+                raise _device_error(call, "cudaErrorUnknown", 999, what)
+            on = self._find_stream(call, stream)
+            target = self._device_block(call, destination, nbytes)
+            self._check_device_is(target.device, on, call, str(target))
+            origin = self._find_source(call, source, nbytes)
+            data = source if origin else ctypes.string_at(source, nbytes)
+            move = partial(ctypes.memmove, destination, data, nbytes)
+            on.queue.append(partial(self._run_copy, (target, origin), nbytes, move))
+            self.pending_copies += 1
+            self.pageable_copies += origin is None
+
+    def enqueue_on(self, stream: int, work: Callable[[], None]) -> None:
+        """Queue a user's `work`; it runs in the thread that waits, and must not wait itself."""
+        with self._lock:
+            self._find_stream("enqueue_on", stream).queue.append(work)
+
+    def _run_until(self, record: _Record) -> None:
+        """Run the record's stream up to the record, and no further."""
+        while not record.happened.is_set():
+            record.stream.queue.popleft()()
+
+    def _run_copy(self, blocks: tuple[_Block | None, ...], nbytes: int, move: partial[int]) -> None:
+        self.pending_copies -= 1
+        for block in blocks:
+            if block is not None and not block.alive:
+                what = f"{block} was freed while a queued copy of {nbytes} bytes names it"
+                self._refuse("cudaMemcpyAsync", "cudaErrorIllegalAddress", 700, what)
+        move()
+        self.copies += 1
+        self.copied_nbytes += nbytes
+
+    def _check_nbytes(self, call: str, nbytes: int) -> None:
+        self.current_device()
+        if nbytes < 1:
+            self._refuse(call, "cudaErrorInvalidValue", 1, f"{nbytes} bytes; at least 1 is wanted")
+
+    def _remove_block(self, call: str, pointer: int, *, pinned: bool) -> _Block:
+        block = self._blocks.get(pointer)
+        if block is None or (block.device is None) != pinned:
+            what = f"{pointer:#x} is not the start of live memory of this kind"
+            self._refuse(call, "cudaErrorInvalidValue", 1, what)
+        block.alive = False
+        return self._blocks.pop(pointer)
+
+    def _find_block(self, pointer: int, nbytes: int) -> _Block | None:
+        return next((b for b in self._blocks.values() if b.holds(pointer, nbytes)), None)
+
+    def _device_block(self, call: str, pointer: int, nbytes: int) -> _Block:
+        block = self._find_block(pointer, nbytes)
+        if block is None or block.device is None:
+            self._refuse_pointer(call, "device", pointer, nbytes)
+        return block
+
+    def _find_source(self, call: str, pointer: int, nbytes: int) -> _Block | None:
+        """Pinned memory that the copy reads; None where it is pageable."""
+        met = [block for block in self._blocks.values() if block.meets(pointer, nbytes)]
+        if any(block.device is not None or not block.holds(pointer, nbytes) for block in met):
+            self._refuse_pointer(call, "host", pointer, nbytes)
+        return met[0] if met else None
+
+    def _find_stream(self, call: str, stream: int) -> _Stream:
+        if stream in (0, LEGACY_STREAM):
+            return self._legacy[self.current_device()]
+        if stream not in self._streams:
+            self._refuse_handle(call, "stream", stream)
+        return self._streams[stream]
+
+    def _find_event(self, call: str, event: int) -> _Event:
+        if event not in self._events:
+            self._refuse_handle(call, "event", event)
+        return self._events[event]
+
+    def _check_device(self, call: str, device: int) -> None:
+        if not 0 <= device < self._devices:
+            self._refuse(call, "cudaErrorInvalidDevice", 101, f"{device} of {self._devices}")
+
+    def _check_device_is(self, device: int | None, on: _Stream, call: str, what: str) -> None:
+        if device != on.device:
+            what = f"{what} is of device {device}, stream {on.handle} of device {on.device}"
+            self._refuse(call, "cudaErrorInvalidResourceHandle", 400, what)
+
+    def _refuse_handle(self, call: str, kind: str, handle: int) -> NoReturn:
+        name = "cudaErrorInvalidResourceHandle"
+        self._refuse(call, name, 400, f"{kind} {handle} is destroyed or never was")
+
+    def _refuse_pointer(self, call: str, kind: str, pointer: int, nbytes: int) -> NoReturn:
+        what = f"{nbytes} bytes at {pointer:#x} are not inside one allocation of {kind} memory"
+        self._refuse(call, "cudaErrorInvalidValue", 1, what)
+
+    def _refuse(self, call: str, name: str, code: int, what: str) -> NoReturn:
+        error = _device_error(call, name, code, what)
+        self.errors.append(str(error))
+        raise error
+
+
+class FakeDeviceArray:
+    """Bytes on a device of a `FakeCuda`, filled with `POISON`, to be the end of a transfer.
+
+    An array of 0 bytes has no memory; `stream` is what ``__cuda_array_interface__`` tells the
+    reader to wait for, None for nothing.
+    """
+
+    def __init__(
+        self, cuda: FakeCuda, nbytes: int, device: int = 0, stream: int | None = None
+    ) -> None:
+        self.pointer = cuda.device_alloc(nbytes, device) if nbytes else 0
+        self.nbytes = nbytes
+        self.stream = stream
+        self._cuda = cuda
+        self.fill(POISON)
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        place = {"shape": (self.nbytes,), "data": (self.pointer, False)}
+        return {"version": 3, "typestr": "|u1", "stream": self.stream, **place}
+
+    def view(self, offset: int, nbytes: int) -> FakeDeviceArray:
+        """Part of this array, in the same memory; ValueError where it is not inside."""
+        if not 0 <= offset <= offset + nbytes <= self.nbytes:
+            raise ValueError(f"view of bytes [{offset}, {offset + nbytes}) of {self.nbytes}")
+        part = FakeDeviceArray(self._cuda, 0, stream=self.stream)
+        part.pointer, part.nbytes = (self.pointer + offset if nbytes else 0), nbytes
+        return part
+
+    def tobytes(self) -> bytes:
+        """Bytes that it holds now; copies that are still queued do not run."""
+        return self._cuda.device_bytes(self.pointer, self.nbytes) if self.nbytes else b""
+
+    def fill(self, value: int) -> None:
+        """Set every byte to `value` now, past every stream."""
+        if self.nbytes:
+            self._cuda.device_write(self.pointer, bytes([value]) * self.nbytes)
+
+
+def _device_error(call: str, name: str, code: int, what: str) -> DeviceError:
+    return DeviceError(f"{call} failed: {name} ({code}): {what}")
