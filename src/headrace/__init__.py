@@ -21,10 +21,10 @@ from headrace.errors import (
 
 if TYPE_CHECKING:
     from headrace.context import Context, default_context
+    from headrace.observers import Trace
     from headrace.options import Options
     from headrace.reading import explain, read_into, trace
     from headrace.report import Explanation, Report
-    from headrace.observers import Trace
 
 __version__ = "0.1.0"
 

@@ -7,6 +7,7 @@ import functools
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from types import TracebackType
 
 from headrace.bindings.cuda import Cuda, CudaRuntime
@@ -21,16 +22,24 @@ from headrace.errors import RouteUnavailable
 from headrace.formats.catalog import TensorSpec
 from headrace.memory.buffer import Buffer
 from headrace.memory.pinned import PinnedPool
+from headrace.observers import Observers, process_observers
 from headrace.options import Options
 from headrace.planning.effort import choose_workers
 from headrace.planning.plan import Plan, Rejection
 from headrace.planning.planner import make_plan
 from headrace.probing.fact import Fact
 from headrace.probing.gpu import probe_gpu
-from headrace.report import Explanation, Report, Stopwatch, make_explanation, make_report
+from headrace.probing.machine import storage_read_nbytes
+from headrace.report import (
+    Explanation,
+    Report,
+    Stopwatch,
+    format_nbytes,
+    make_explanation,
+    make_report,
+)
 from headrace.storage.source import Source
 from headrace.survey import Survey, Want, open_sources, select, survey
-from headrace.observers import Observers, process_observers
 from headrace.types import Device, Route
 
 Allocate = Callable[[tuple[TensorSpec, ...]], Sequence[Buffer]]
@@ -236,8 +245,19 @@ class Context:
                 block_nbytes=self.options.block_nbytes,
                 on_progress=progress and _shifted(progress, before, found.nbytes),
             )
-            stats.append(self._engine(route, found, device).run(cargo))
+            stats.append(self._observe(self._engine(route, found, device), cargo))
         return stats
+
+    def _observe(self, engine: Engine, cargo: Cargo) -> Stats:
+        """Run an engine, and add to its evidence what the kernel says of storage meanwhile."""
+        before = storage_read_nbytes(self._system)
+        stats = engine.run(cargo)
+        after = storage_read_nbytes(self._system)
+        if before is None or after is None:
+            return stats
+        read = format_nbytes(after - before)
+        evidence = f"{stats.evidence}; block devices gave this process {read} meanwhile"
+        return replace(stats, evidence=evidence)
 
     def _engine(self, route: Route, found: Survey, device: Device) -> Engine:
         if route is Route.HOST:

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import cupy
-import numpy as np
 
-from headrace import framework
-from headrace.context import Context
 from headrace.errors import FormatError
-from headrace.formats.catalog import TensorSpec
-from headrace.formats.dtypes import is_subbyte, numpy_dtype
-from headrace.framework import ShownProgress
-from headrace.survey import PathLike, SourceLike
 from headrace.types import Device, parse_device
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from headrace.context import Context
+    from headrace.formats.catalog import TensorSpec
+    from headrace.framework import ShownProgress
+    from headrace.survey import PathLike, SourceLike
+
+# Everything else is imported at the first call: importing this module must cost next to nothing.
 
 
 def load_file(path: PathLike, device: Any = None) -> dict[str, cupy.ndarray]:
-    """Load every tensor of a safetensors file: a drop-in for ``safetensors' load_file, on the GPU``.
+    """Load every tensor of a safetensors file: a drop-in for safetensors' load_file, on the GPU.
 
     Parameters
     ----------
@@ -46,6 +48,8 @@ def load_file(path: PathLike, device: Any = None) -> dict[str, cupy.ndarray]:
     RouteUnavailable, DeviceError
         There is no way to the device, or the GPU refused.
     """
+    from headrace import framework
+
     return framework.load(_CuPy(), path, device=device)
 
 
@@ -90,6 +94,8 @@ def load(
     FormatError, SourceChanged, DeviceError, OSError, ValueError
         As `load_file`; also for an index and files that disagree.
     """
+    from headrace import framework
+
     return framework.load(
         _CuPy(),
         source,
@@ -149,6 +155,8 @@ def read(
     RouteUnavailable, SourceChanged, DeviceError, OSError
         As for `load`.
     """
+    from headrace import framework
+
     return framework.read(
         _CuPy(),
         path,
@@ -176,6 +184,8 @@ class _CuPy:
         return target
 
     def dtype_name(self, dtype: Any) -> str:
+        from headrace import framework
+
         return framework.numpy_dtype_name(dtype)
 
     def current_stream(self, device: Device) -> int | None:
@@ -183,9 +193,9 @@ class _CuPy:
             return int(cupy.cuda.get_current_stream().ptr)
 
     def empty(self, spec: TensorSpec, device: Device) -> cupy.ndarray:
+        from headrace.formats.dtypes import numpy_dtype
+
         with cupy.cuda.Device(device.index):
-            if is_subbyte(spec.dtype):
-                return cupy.empty(spec.file_range.nbytes, np.uint8)
             dtype = numpy_dtype(spec.dtype)
             try:
                 return cupy.empty(spec.shape, dtype, order=spec.order)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -12,7 +13,7 @@ import numpy as np
 from headrace.context import Context, Progress, default_context
 from headrace.errors import FormatError
 from headrace.formats.catalog import Catalog, TensorSpec
-from headrace.formats.dtypes import dtype_name, itembits
+from headrace.formats.dtypes import dtype_name, is_subbyte, itembits
 from headrace.formats.npy import read_catalog as read_npy
 from headrace.formats.raw import describe_raw
 from headrace.memory.buffer import Buffer
@@ -122,7 +123,7 @@ def _load(
         stream = framework.current_stream(target)
         buffers = []
         for spec in specs:
-            array = arrays[spec.name] = framework.empty(spec, target)
+            array = arrays[spec.name] = framework.empty(_as_bytes(spec), target)
             pointer, nbytes = framework.pointer(array), spec.file_range.nbytes
             buffers.append(Buffer(pointer, nbytes, target, array, stream))
         return buffers
@@ -153,6 +154,13 @@ def _shown(progress: ShownProgress, label: str) -> Iterator[Progress | None]:
     with bars.Progress(*columns, transient=True) as bar:
         task = bar.add_task(label, total=None)
         yield lambda moved, total: bar.update(task, completed=moved, total=total)
+
+
+def _as_bytes(spec: TensorSpec) -> TensorSpec:
+    """The same tensor; as plain bytes where its elements are packed across byte borders."""
+    if not is_subbyte(spec.dtype):
+        return spec
+    return replace(spec, dtype="U8", shape=(spec.file_range.nbytes,))
 
 
 def _agreeing(catalog: Catalog, dtype: str | None, shape: tuple[int, ...] | None) -> Catalog:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace import framework
-from headrace.context import Context
-from headrace.formats.catalog import TensorSpec
-from headrace.formats.dtypes import is_subbyte, numpy_dtype
-from headrace.framework import ShownProgress
-from headrace.survey import PathLike, SourceLike
 from headrace.types import HOST, Device, parse_device
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from headrace.context import Context
+    from headrace.formats.catalog import TensorSpec
+    from headrace.framework import ShownProgress
+    from headrace.survey import PathLike, SourceLike
+
+# Everything else is imported at the first call: importing this module must cost next to nothing.
 
 
 def load_file(path: PathLike, device: Any = "cpu") -> dict[str, NDArray[Any]]:
@@ -45,6 +48,8 @@ def load_file(path: PathLike, device: Any = "cpu") -> dict[str, NDArray[Any]]:
     RouteUnavailable, DeviceError
         There is no way to the device, or the GPU refused.
     """
+    from headrace import framework
+
     return framework.load(_NumPy(), path, device=device)
 
 
@@ -89,6 +94,8 @@ def load(
     FormatError, SourceChanged, DeviceError, OSError, ValueError
         As `load_file`; also for an index and files that disagree.
     """
+    from headrace import framework
+
     return framework.load(
         _NumPy(),
         source,
@@ -148,6 +155,8 @@ def read(
     RouteUnavailable, SourceChanged, DeviceError, OSError
         As for `load`.
     """
+    from headrace import framework
+
     return framework.read(
         _NumPy(),
         path,
@@ -171,14 +180,16 @@ class _NumPy:
         return target
 
     def dtype_name(self, dtype: Any) -> str:
+        from headrace import framework
+
         return framework.numpy_dtype_name(dtype)
 
     def current_stream(self, device: Device) -> None:
         return None
 
     def empty(self, spec: TensorSpec, device: Device) -> NDArray[Any]:
-        if is_subbyte(spec.dtype):
-            return np.empty(spec.file_range.nbytes, np.uint8)
+        from headrace.formats.dtypes import numpy_dtype
+
         return np.empty(spec.shape, numpy_dtype(spec.dtype), order=spec.order)
 
     def pointer(self, array: NDArray[Any]) -> int:

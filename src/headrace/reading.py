@@ -10,9 +10,9 @@ from headrace.context import Context, default_context
 from headrace.errors import BufferMismatch
 from headrace.formats.raw import describe_raw
 from headrace.memory.buffer import Buffer, buffer_from
+from headrace.observers import Trace
 from headrace.report import Explanation, Report
 from headrace.survey import PathLike, SourceLike, Want, want_any
-from headrace.observers import Trace
 from headrace.types import HOST, Device, parse_device
 
 

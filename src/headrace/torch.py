@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from headrace import framework
-from headrace.context import Context
 from headrace.errors import FormatError, RouteUnavailable
-from headrace.formats.catalog import TensorSpec
-from headrace.formats.dtypes import is_subbyte
-from headrace.framework import ShownProgress
-from headrace.survey import PathLike, SourceLike
 from headrace.types import HOST, Device
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from headrace.context import Context
+    from headrace.formats.catalog import TensorSpec
+    from headrace.framework import ShownProgress
+    from headrace.survey import PathLike, SourceLike
+
+# Everything else is imported at the first call: importing this module must cost next to nothing.
 
 
 def load_file(path: PathLike, device: Any = "cpu") -> dict[str, torch.Tensor]:
@@ -46,6 +49,8 @@ def load_file(path: PathLike, device: Any = "cpu") -> dict[str, torch.Tensor]:
     RouteUnavailable, DeviceError
         There is no way to the device, or the GPU refused.
     """
+    from headrace import framework
+
     return framework.load(_Torch(), path, device=device)
 
 
@@ -90,6 +95,8 @@ def load(
     FormatError, SourceChanged, DeviceError, OSError, ValueError
         As `load_file`; also for an index and files that disagree.
     """
+    from headrace import framework
+
     return framework.load(
         _Torch(),
         source,
@@ -149,6 +156,8 @@ def read(
     RouteUnavailable, SourceChanged, DeviceError, OSError
         As for `load`.
     """
+    from headrace import framework
+
     return framework.read(
         _Torch(),
         path,
@@ -225,8 +234,6 @@ class _Torch:
 
     def empty(self, spec: TensorSpec, device: Device) -> torch.Tensor:
         place = str(device)
-        if is_subbyte(spec.dtype):
-            return torch.empty(spec.file_range.nbytes, dtype=torch.uint8, device=place)
         dtype = getattr(torch, _ATTRIBUTES.get(spec.dtype, ""), None)
         if dtype is None:
             raise FormatError(

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from headrace.errors import DeviceError
 
 LEGACY_STREAM = 1
 """``cudaStreamLegacy``: the default stream, which waits for every blocking stream."""
+
+Copy = tuple[int, int, int]
+"""Destination address on the device, source address in host memory, bytes."""
+
+_BATCH_COPIES = 4
+# From a few copies on, one batch beats a loop: 24.6 against 7.0 GB/s for blocks of 64 KiB pieces
+# (16 threads, benchmarks/results).
+_BATCH_VERSION = 13000  # before CUDA 13 cudaMemcpyBatchAsync has another signature
 
 
 class Cuda(Protocol):
@@ -59,8 +68,11 @@ class Cuda(Protocol):
     def wait_event(self, stream: int, event: int) -> None:
         """Make later work on the stream wait for the event; does not block the host."""
 
-    def copy_to_device(self, destination: int, source: int, nbytes: int, stream: int) -> None:
-        """Enqueue a copy from host memory; `source` must stay unchanged until it is done."""
+    def copy_to_device(self, copies: Sequence[Copy], stream: int) -> None:
+        """Enqueue copies from host memory, in any order among themselves.
+
+        The sources must stay unchanged until the copies are done.
+        """
 
 
 class CudaRuntime:
@@ -78,10 +90,17 @@ class CudaRuntime:
         self._runtime: Any = runtime
         self._success = runtime.cudaError_t.cudaSuccess
         self._to_device = runtime.cudaMemcpyKind.cudaMemcpyHostToDevice
+        self._batch_attributes = _make_batch_attributes(runtime)
 
     def device_count(self) -> int:
         """See `Cuda.device_count`."""
-        return int(self._check("cudaGetDeviceCount", self._runtime.cudaGetDeviceCount()))
+        try:
+            answer = self._runtime.cudaGetDeviceCount()
+        except RuntimeError as error:  # the binding found no driver library to load
+            raise DeviceError(f"cudaGetDeviceCount failed: {error}") from error
+        if answer[0] == self._runtime.cudaError_t.cudaErrorNoDevice:
+            return 0
+        return int(self._check("cudaGetDeviceCount", answer))
 
     def current_device(self) -> int:
         """See `Cuda.current_device`."""
@@ -145,10 +164,20 @@ class CudaRuntime:
         """See `Cuda.wait_event`."""
         self._check("cudaStreamWaitEvent", self._runtime.cudaStreamWaitEvent(stream, event, 0))
 
-    def copy_to_device(self, destination: int, source: int, nbytes: int, stream: int) -> None:
-        """See `Cuda.copy_to_device`."""
-        answer = self._runtime.cudaMemcpyAsync(destination, source, nbytes, self._to_device, stream)
-        self._check("cudaMemcpyAsync", answer)
+    def copy_to_device(self, copies: Sequence[Copy], stream: int) -> None:
+        """See `Cuda.copy_to_device`; many small copies go as one batch where CUDA has that."""
+        if len(copies) < _BATCH_COPIES or self._batch_attributes is None:
+            for destination, source, nbytes in copies:
+                answer = self._runtime.cudaMemcpyAsync(
+                    destination, source, nbytes, self._to_device, stream
+                )
+                self._check("cudaMemcpyAsync", answer)
+            return
+        destinations, sources, lengths = (list(column) for column in zip(*copies, strict=True))
+        answer = self._runtime.cudaMemcpyBatchAsync(
+            destinations, sources, lengths, len(copies), [self._batch_attributes], [0], 1, stream
+        )
+        self._check("cudaMemcpyBatchAsync", answer)
 
     def _check(self, call: str, answer: tuple[Any, ...]) -> Any:
         """Raise on any code but success; else give back what the call returned."""
@@ -157,3 +186,12 @@ class CudaRuntime:
             _, text = self._runtime.cudaGetErrorString(code)
             raise DeviceError(f"{call} failed: {code.name} ({int(code)}): {text.decode()}")
         return answer[1] if len(answer) > 1 else None
+
+
+def _make_batch_attributes(runtime: Any) -> Any | None:
+    """Attributes of a batch whose sources are read in stream order; None without batches."""
+    if not hasattr(runtime, "cudaMemcpyBatchAsync") or runtime.CUDART_VERSION < _BATCH_VERSION:
+        return None
+    attributes = runtime.cudaMemcpyAttributes()
+    attributes.srcAccessOrder = runtime.cudaMemcpySrcAccessOrder.cudaMemcpySrcAccessOrderStream
+    return attributes

@@ -146,7 +146,7 @@ FrameworkOption = Annotated[
 SourcesArgument = Annotated[
     list[str],
     typer.Argument(
-        metavar="SOURCE...",
+        metavar="SOURCE",
         help="safetensors file, directory or index; .npy; with --raw any file. Each is one load.",
     ),
 ]
@@ -165,7 +165,7 @@ WorkersOption = Annotated[
 BlockOption = Annotated[
     int | None,
     typer.Option(
-        "--block-size", parser=parse_size, metavar="SIZE", help="Bytes per read. [default: 4MiB]"
+        "--block-size", parser=parse_size, metavar="SIZE", help="Bytes per read. Default: 4MiB."
     ),
 ]
 PinnedOption = Annotated[
@@ -174,7 +174,7 @@ PinnedOption = Annotated[
         "--pinned",
         parser=parse_size,
         metavar="SIZE",
-        help="Most page-locked memory. [default: 256MiB]",
+        help="Most page-locked memory. Default: 256MiB.",
     ),
 ]
 PolicyOption = Annotated[

@@ -165,8 +165,8 @@ def _compare(
 def _notes(target: Target, place: Place) -> tuple[str, ...]:
     """Explain the rows before anybody asks."""
     notes = []
-    if target.is_host and target.why != "asked for":
-        notes.append(f"No GPU here, so everything was loaded into host memory: {target.why}.")
+    if target.is_host and target.why:
+        notes.append(f"No GPU can be used here, so all went into host memory: {target.why}.")
     if place.is_memory:
         notes.append(
             f"{place.folder} is on {place.file_system}, which keeps its files in memory, so "

@@ -13,10 +13,14 @@ from headrace.cli.demo_cache import CachedFile
 from headrace.cli.demo_methods import Method
 from headrace.cli.progress import Meter
 from headrace.errors import RouteUnavailable
-from headrace.report import Report
+from headrace.report import Report, format_nbytes
 
 RESIDENT, COLD = "resident", "cold"
 """States of the file before a run: in the page cache, or out of it."""
+
+_READ_AHEAD_SHARE = 0.01
+# The file was out of the cache when the clock started; more than this in it when headrace looked
+# is what the kernel read ahead with the header, and worth a word.
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +52,9 @@ class Row:
     cpu_s_per_gb: float | None
     """CPU seconds for 10**9 bytes, median; None where there is no figure."""
     observed: tuple[str, ...]
-    """Routes that the bytes took; () for other software."""
+    """Routes that the bytes took, the greatest part first; () for other software."""
     resident_nbytes: int | None
-    """What the page cache held before the last run, by headrace's report."""
+    """What the page cache held when the last run planned its routes, by headrace's report."""
     why: str
     """What chose the route, how the method works, or why there is no figure."""
     matches: bool
@@ -139,20 +143,36 @@ class Bench:
     def _row(self, method: Method, state: str, runs: Sequence[Run]) -> Row:
         """Sum up the runs of one method in one state."""
         report = runs[-1].report
-        why = method.how
-        if report is not None:
-            why = "; ".join(dict.fromkeys(planned.why for planned in report.planned))
         return Row(
             method=method.name,
             route=method.route,
             state=state,
             gb_per_s=self.nbytes / 1e9 / median(run.seconds for run in runs),
             cpu_s_per_gb=median(run.cpu_seconds for run in runs) / (self.nbytes / 1e9),
-            observed=tuple(str(o.route) for o in report.observed) if report else (),
+            observed=_observed(report) if report else (),
             resident_nbytes=report.resident_nbytes if report else None,
-            why=why,
+            why=_why(report, state) if report else method.how,
             matches=all(run.matches for run in runs),
         )
+
+
+def _observed(report: Report) -> tuple[str, ...]:
+    """Name the routes that the bytes took, the one with the most bytes first."""
+    parts = sorted(report.observed, key=lambda part: -part.nbytes)
+    return tuple(str(part.route) for part in parts)
+
+
+def _why(report: Report, state: str) -> str:
+    """Say why each route was chosen, and for how much of the file if there are several."""
+    parts = sorted(report.planned, key=lambda part: -part.nbytes)
+    if len(parts) == 1:
+        why = parts[0].why
+    else:
+        total = sum(part.nbytes for part in parts) or 1
+        why = "; ".join(f"{p.route} {p.nbytes / total:.0%}: {p.why}" for p in parts)
+    if state == COLD and report.resident_nbytes > _READ_AHEAD_SHARE * report.nbytes:
+        why += f", and reading the header brought {format_nbytes(report.resident_nbytes)} in"
+    return why
 
 
 def run_once(method: Method) -> Run:

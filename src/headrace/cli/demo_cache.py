@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from headrace.bindings.posix import PosixFiles
 from headrace.report import format_nbytes
-from headrace.storage.residency import Residency, measure_residency
+from headrace.storage.residency import ALWAYS_RESIDENT, Residency, measure_residency
 from headrace.storage.source import Source
 from headrace.types import ByteRange
 
@@ -47,13 +47,12 @@ class CachedFile:
         residency = self.residency()
         size = os.path.getsize(self.path)
         if residency.method == "unknown":
-            return f"no cold figure: what the page cache holds cannot be told ({residency.why})"
+            return f"no cold figure: nothing tells what the page cache holds ({residency.why})"
+        if self.file_system in ALWAYS_RESIDENT:
+            return f"no cold figure: {residency.why}"
         if residency.resident_nbytes > _COLD_SHARE * size:
-            return (
-                f"no cold figure: {format_nbytes(residency.resident_nbytes)} of "
-                f"{format_nbytes(size)} would not leave memory ({self.file_system}; "
-                f"{residency.why})"
-            )
+            stayed = f"{format_nbytes(residency.resident_nbytes)} of {format_nbytes(size)}"
+            return f"no cold figure: {stayed} would not leave the page cache ({residency.why})"
         return ""
 
     def residency(self) -> Residency:

@@ -24,36 +24,30 @@ def _conclude_state(state: str, rows: Sequence[Row]) -> str:
         return ""
     if auto.gb_per_s is None:
         return f"{_STATES[state]}: {auto.why}."
-    taken = " + ".join(auto.observed) or "no route"
-    head = f"{_STATES[state]}: headrace took {taken} ({auto.why}) at {auto.gb_per_s:.2f} GB/s"
-    return f"{head}, {_against_others(auto, rows)}."
+    routes = " + ".join(auto.observed) or "nothing to move"
+    taken = auto.why if len(auto.observed) > 1 else f"{routes}: {auto.why}"
+    head = f"{_STATES[state]}: headrace ({taken}) reaches {auto.gb_per_s:.2f} GB/s"
+    return head + _beside_others(auto.gb_per_s, rows) + _beside_forced(routes, rows) + "."
 
 
-def _against_others(auto: Row, rows: Sequence[Row]) -> str:
-    """How the automatic choice stands beside the forced routes and beside other software."""
-    mine = auto.gb_per_s or 0.0
-    parts = []
-    if usual := _fastest([row for row in rows if not row.route]):
-        parts.append(_compare(mine, usual, "other software"))
-    if forced := _fastest([row for row in rows if row.route not in ("", "auto")]):
-        parts.append(_compare(mine, forced, "forced routes"))
-    return " and ".join(parts) or "with nothing to compare"
-
-
-def _compare(mine: float, other: Row, kind: str) -> str:
-    """One comparison, honest about a draw and a defeat."""
-    theirs = other.gb_per_s or 0.0
-    named = f"{other.method}, the best of the {kind} ({theirs:.2f} GB/s)"
-    if kind == "other software":
-        named = f"{other.method}, the best {kind} ({theirs:.2f} GB/s)"
+def _beside_others(mine: float, rows: Sequence[Row]) -> str:
+    """Compare with the best of the other software, honest about a draw and a defeat."""
+    measured = [(row.gb_per_s, row.method) for row in rows if not row.route and row.gb_per_s]
+    if not measured:
+        return ""
+    theirs, method = max(measured)
     if mine > theirs * _NOISE:
-        return f"{mine / theirs:.1f} times {named}"
+        return f", {mine / theirs:.1f} times the best of today's ways, {method} ({theirs:.2f})"
     if theirs > mine * _NOISE:
-        return f"slower than {named}"
-    return f"level with {named}"
+        return f"; the best here is {method} ({theirs:.2f}, {theirs / mine:.1f} times that)"
+    return f", level with the best of today's ways, {method} ({theirs:.2f})"
 
 
-def _fastest(rows: Sequence[Row]) -> Row | None:
-    """Find the row with the highest rate, of those that have one."""
-    measured = [row for row in rows if row.gb_per_s is not None]
-    return max(measured, key=lambda row: row.gb_per_s or 0.0, default=None)
+def _beside_forced(taken: str, rows: Sequence[Row]) -> str:
+    """Say what the other routes would give, so that the choice can be judged."""
+    forced = [
+        f"{row.gb_per_s:.2f} by {row.route}"
+        for row in rows
+        if row.gb_per_s and row.route not in ("", "auto", taken)
+    ]
+    return f"; forced, it would be {', '.join(forced)}" if forced else ""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import headrace
 from headrace.cli.target import find_target
@@ -31,6 +31,12 @@ def collect(request: ExplainRequest) -> Explanation:
     """
     with headrace.Context() as context:
         target = find_target(request.device, None, context)
-        return headrace.explain(
+        explanation = headrace.explain(
             request.source, device=target.device, route=request.route, context=context
         )
+        if request.device is not None:
+            return explanation
+        # The choice of the device rests on this fact, even where it ended at the host.
+        gpu = context.gpu_fact().to_dict()
+        facts = [fact for fact in explanation.facts if fact["name"] != gpu["name"]]
+        return replace(explanation, facts=(*facts, gpu))

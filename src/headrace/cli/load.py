@@ -43,10 +43,8 @@ class LoadRequest:
 class LoadResult:
     """What the loads did."""
 
-    framework: str
-    """Whose arrays were made."""
-    device_why: str
-    """What decided the device."""
+    target: Target
+    """Where the bytes went, and why there."""
     reports: tuple[Report, ...]
     """One per transfer, in order."""
 
@@ -70,10 +68,11 @@ def collect(request: LoadRequest, meter: Meter = quiet) -> LoadResult:
         for source in request.sources:
             load = _loader(request, source, target, context, meter)
             for _ in range(request.repeat):
+                meter(source, 0, 0)
                 with headrace.trace() as traced:
                     load()
                 reports.extend(traced.reports)
-    return LoadResult(target.framework, target.why, tuple(reports))
+    return LoadResult(target, tuple(reports))
 
 
 def _loader(

@@ -5,11 +5,11 @@ from __future__ import annotations
 import io
 import json
 import sys
-from importlib import metadata
 from typing import Annotated, Any
 
 import typer
 
+import headrace
 from headrace.cli import arguments as arg
 from headrace.cli.failure import report_failure
 from headrace.cli.progress import show_progress
@@ -34,7 +34,7 @@ def main() -> None:
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"headrace {metadata.version('headrace')}")
+        typer.echo(f"headrace {headrace.__version__}")
         raise typer.Exit
 
 
@@ -69,7 +69,7 @@ def demo(
         raise typer.BadParameter(f"--size is {size} bytes; it must be at least 1MiB")
     with report_failure(debug or context.obj):
         request = command.DemoRequest(size, folder, device, repeat)
-        with show_progress(speed=False) as meter:
+        with show_progress(rate=False) as meter:
             result = command.collect(request, meter)
         _show(as_json, result.to_dict(), "demo", result)
         command.require_right_bytes(result)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
@@ -20,13 +21,14 @@ def quiet(text: str, moved_nbytes: int, total_nbytes: int) -> None:
 
 
 @contextmanager
-def show_progress(*, speed: bool = True) -> Iterator[Meter]:
+def show_progress(*, rate: bool = True) -> Iterator[Meter]:
     """Show a bar on standard error while the block runs; nothing where that is no terminal.
 
     Parameters
     ----------
-    speed
-        Show the rate of the bytes; for work that is more than moving bytes it would mislead.
+    rate
+        Add GB/s since the last call with 0 moved bytes; for work that is more than moving bytes
+        it would mislead.
     """
     if not sys.stderr.isatty():
         yield quiet
@@ -34,12 +36,26 @@ def show_progress(*, speed: bool = True) -> Iterator[Meter]:
     from rich import progress as bars
     from rich.console import Console
 
-    columns = [bars.TextColumn("{task.description}", markup=False), bars.BarColumn()]
-    columns += [bars.DownloadColumn(), *([bars.TransferSpeedColumn()] if speed else [])]
+    columns = (
+        bars.TextColumn("{task.description}", markup=False),
+        bars.BarColumn(),
+        bars.DownloadColumn(),
+        bars.TextColumn("{task.fields[rate]}", markup=False),
+    )
     with bars.Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("", total=None)
+        task = progress.add_task("", total=None, rate="")
+        began = time.perf_counter()
 
         def meter(text: str, moved_nbytes: int, total_nbytes: int) -> None:
-            progress.update(task, description=text, completed=moved_nbytes, total=total_nbytes)
+            nonlocal began
+            began = began if moved_nbytes else time.perf_counter()
+            speed = format_rate(moved_nbytes, time.perf_counter() - began) if rate else ""
+            total = total_nbytes or None
+            progress.update(task, description=text, completed=moved_nbytes, total=total, rate=speed)
 
         yield meter
+
+
+def format_rate(nbytes: int, seconds: float) -> str:
+    """Write a rate in 10**9 bytes a second; "" before there is one."""
+    return f"{nbytes / seconds / 1e9:.2f} GB/s" if nbytes and seconds > 0 else ""

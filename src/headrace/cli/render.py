@@ -32,6 +32,9 @@ def render_load(result: LoadResult, console: Console) -> None:
     for report in result.reports:
         console.print(str(report), soft_wrap=True)
         console.print(_report_table(report))
+    if result.target.is_host and result.target.why:
+        why = result.target.why
+        console.print(f"No GPU can be used here, so to host memory: {why}.", soft_wrap=True)
 
 
 def render_explanation(explanation: Explanation, console: Console, *, tensors: bool) -> None:

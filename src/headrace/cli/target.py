@@ -36,7 +36,7 @@ class Target:
     framework: str
     """``"numpy"``, ``"torch"`` or ``"cupy"``."""
     why: str
-    """What decided the device."""
+    """What decided the device; "" when it was asked for."""
 
     @property
     def is_host(self) -> bool:
@@ -87,7 +87,7 @@ def _host_target(device: str | None, framework: str | None) -> Target:
         raise ValueError(f"numpy cannot hold arrays on {device}: use torch or cupy, or cpu")
     if framework == "cupy":
         raise ValueError("cupy holds arrays on a GPU only: use numpy or torch for the cpu")
-    return Target("cpu", framework or "numpy", "asked for")
+    return Target("cpu", framework or "numpy", "")
 
 
 def _describe(fact: Fact) -> str:

@@ -120,12 +120,16 @@ class Ring:
         first = fill(job, block)
         tally.read_seconds += time.perf_counter() - began
         base = block.pointer - first
-        for piece in cut(job.transfer.pieces, job.window):
-            destination = buffers[piece.buffer].pointer + piece.buffer_offset
-            self._cuda.copy_to_device(
-                destination, base + piece.file_offset, piece.nbytes, lane.stream
+        copies = [
+            (
+                buffers[piece.buffer].pointer + piece.buffer_offset,
+                base + piece.file_offset,
+                piece.nbytes,
             )
-            tally.moved_nbytes += piece.nbytes
+            for piece in cut(job.transfer.pieces, job.window)
+        ]
+        self._cuda.copy_to_device(copies, lane.stream)
+        tally.moved_nbytes += sum(nbytes for _, _, nbytes in copies)
         self._cuda.record_event(event, lane.stream)
 
     def _claim(self, lane: Lane) -> tuple[Block, int]:

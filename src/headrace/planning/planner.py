@@ -49,10 +49,15 @@ def make_plan(
     transfers: list[Transfer] = []
     rejected: dict[Rejection, None] = {}
     downgrades: dict[Rejection, None] = {}
+    missing = sum(
+        stretch.file_range.nbytes
+        for file in files
+        for stretch in file.residency.stretches
+        if not stretch.resident
+    )
     for source, file in enumerate(files):
         for stretch, pieces in split(file.pieces, file.residency.stretches):
-            length = stretch.file_range.nbytes
-            choice = choose(stretch.resident, length, device, file.facts, options, forced)
+            choice = choose(stretch.resident, missing, device, file.facts, options, forced)
             clean = options.reuse == "once" and not stretch.resident
             transfers.append(Transfer(source, choice.route, choice.why, pieces, clean))
             rejected.update(dict.fromkeys(choice.rejections))

@@ -12,8 +12,9 @@ from headrace.probing.machine import MachineFacts
 from headrace.probing.volume import VolumeFacts
 from headrace.types import Device, Route
 
-SMALL_NBYTES = 1 << 20
-"""Missing bytes below this are read through the page cache: one read, whichever way."""
+SMALL_NBYTES = 16 << 20
+"""Fewer missing bytes than this are read through the page cache, where the next reader finds them:
+it costs a millisecond or two, even on the fastest disks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +45,7 @@ class Choice:
 
 def choose(
     resident: bool,
-    nbytes: int,
+    missing_nbytes: int,
     device: Device,
     facts: Facts,
     options: Options,
@@ -56,8 +57,8 @@ def choose(
     ----------
     resident
         Whether the page cache holds (nearly) all of it.
-    nbytes
-        Its length.
+    missing_nbytes
+        Bytes of the whole load that are not resident.
     device
         Destination.
     facts, options
@@ -76,7 +77,7 @@ def choose(
         return _take_forced(forced, cannot)
     if buffered in cannot:
         raise RouteUnavailable(_all_reasons("no route can serve", cannot))
-    first, why = _first_choice(resident, nbytes, buffered, facts, options)
+    first, why = _first_choice(resident, missing_nbytes, buffered, facts, options)
     if first not in cannot:
         others = {**cannot, **_not_preferred(first, buffered, why)}
         return Choice(first, why, _in_order(others, first))
@@ -115,16 +116,16 @@ def _impossible(device: Device, facts: Facts, block_nbytes: int) -> dict[Route, 
 
 
 def _first_choice(
-    resident: bool, nbytes: int, buffered: Route, facts: Facts, options: Options
+    resident: bool, missing_nbytes: int, buffered: Route, facts: Facts, options: Options
 ) -> tuple[Route, str]:
     """The route that is best if it can be had, and the fact that makes it so."""
     if resident:
         return buffered, "the page cache holds these bytes"
-    if nbytes < SMALL_NBYTES:
-        return buffered, f"not resident, but under {SMALL_NBYTES >> 20} MiB"
+    if missing_nbytes < SMALL_NBYTES:
+        return buffered, f"not resident, but fewer than {SMALL_NBYTES >> 20} MiB in all"
     if options.reuse == "many":
         available = facts.machine.available_nbytes
-        if available is None or nbytes <= available // 2:
+        if available is None or missing_nbytes <= available // 2:
             return buffered, "not resident; reuse='many' leaves the bytes in the page cache"
         return Route.DIRECT, "not resident, and too large to stay in the free memory"
     return Route.DIRECT, "not resident: read once, around the page cache"
@@ -133,7 +134,7 @@ def _first_choice(
 def _not_preferred(first: Route, buffered: Route, why: str) -> dict[Route, Rejection]:
     """Routes that could serve and were not the best."""
     if first is Route.DIRECT:
-        remedy = "Options(reuse='many') reads through the page cache"
+        remedy = "Options(reuse='many') leaves them in the page cache for the next load"
         return {buffered: Rejection(buffered, "slower for bytes that are not resident", remedy)}
     return {Route.DIRECT: Rejection(Route.DIRECT, f"not the best here: {why}", "")}
 

@@ -55,3 +55,16 @@ def _available_nbytes(system: System) -> int | None:
         if name == "MemAvailable":
             return int(value.split()[0]) * 1024
     return None
+
+
+def storage_read_nbytes(system: System) -> int | None:
+    """Bytes that block devices have delivered to this process so far (proc(5), /proc/self/io).
+
+    What the page cache serves does not count, so that the difference around a read tells whether
+    storage was touched. All threads count, also those of other work.
+    """
+    for line in (system.read("/proc/self/io") or "").splitlines():
+        name, _, value = line.partition(":")
+        if name == "read_bytes":
+            return int(value)
+    return None

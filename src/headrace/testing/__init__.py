@@ -6,6 +6,7 @@ when they are first asked for.
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,6 @@ from headrace.testing.faulty_files import FaultyFiles
 
 if TYPE_CHECKING:
     from headrace.testing.engine_suite import EngineSuite
-
     from headrace.testing.format_suite import FormatSuite
 
 __all__ = ["EngineSuite", "FakeCuda", "FakeDeviceArray", "FaultyFiles", "FormatSuite"]
@@ -27,8 +27,9 @@ def __getattr__(name: str) -> Any:
     }
     if name not in modules:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    import pytest
+    if modules[name] not in sys.modules:
+        import pytest
 
-    # Without it a failed assertion of the suite would not show its values.
-    pytest.register_assert_rewrite(modules[name])
+        # Without it a failed assertion of the suite would not show its values.
+        pytest.register_assert_rewrite(modules[name])
     return getattr(import_module(modules[name]), name)

@@ -8,12 +8,12 @@ import math
 import mmap
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NoReturn
 
-from headrace.bindings.cuda import LEGACY_STREAM
+from headrace.bindings.cuda import LEGACY_STREAM, Copy
 from headrace.errors import DeviceError
 
 POISON = 0xA5
@@ -27,7 +27,7 @@ class _Block:
     pointer: int
     nbytes: int
     device: int | None
-    memory: mmap.mmap | None = None
+    owner: mmap.mmap | None = None
     alive: bool = True
 
     def __str__(self) -> str:
@@ -38,7 +38,7 @@ class _Block:
         return self.pointer <= pointer <= pointer + nbytes <= self.pointer + self.nbytes
 
     def meets(self, pointer: int, nbytes: int) -> bool:
-        return self.pointer < pointer + nbytes and pointer < self.pointer + self.nbytes
+        return pointer - self.nbytes < self.pointer < pointer + nbytes
 
 
 @dataclass(slots=True, eq=False)
@@ -65,7 +65,7 @@ class _Event:
 class FakeCuda:
     """`headrace.bindings.cuda.Cuda` over host memory, for tests.
 
-    A copy from pinned memory reads it only when something waits for it: `synchronize_stream`,
+    A copy reads its source only when something waits for it: `synchronize_stream`,
     `synchronize_event`, or another stream that was told to wait and is itself waited for. So a
     bounce buffer that is reused too early, or a call that returns too early, gives wrong bytes.
     A destroyed stream does what is queued only for those who wait for an event on it. Streams 0
@@ -146,21 +146,20 @@ class FakeCuda:
     def pointer_device(self, pointer: int) -> int | None:
         """See `Cuda.pointer_device`."""
         with self._lock:
-            block = self._find_block(pointer, 1)
-            return None if block is None else block.device
+            return next((block.device for block in self._find_met(pointer, 1)), None)
 
     def register_host(self, pointer: int, nbytes: int) -> None:
         """See `Cuda.register_host`."""
         call = "cudaHostRegister"
         self._check_nbytes(call, nbytes)
         with self._lock:
-            if any(block.meets(pointer, nbytes) for block in self._blocks.values()):
+            if self._find_met(pointer, nbytes):
                 what = f"[{pointer:#x}, {pointer + nbytes:#x}) meets memory that CUDA knows"
                 self._refuse(call, "cudaErrorHostMemoryAlreadyRegistered", 712, what)
             wanted = self.pinned_nbytes + nbytes
             if wanted > self._pinned_limit:
                 what = f"{nbytes} bytes make it {wanted}, above the limit {self._pinned_limit}"
-                raise _device_error(call, "cudaErrorMemoryAllocation", 2, what)
+                self._refuse(call, "cudaErrorMemoryAllocation", 2, what, misuse=False)
             self._blocks[pointer] = _Block(pointer, nbytes, None)
             self.pinned_nbytes = wanted
             self.peak_pinned_nbytes = max(self.peak_pinned_nbytes, wanted)
@@ -168,17 +167,16 @@ class FakeCuda:
     def unregister_host(self, pointer: int) -> None:
         """See `Cuda.unregister_host`."""
         with self._lock:
-            gone = self._remove_block("cudaHostUnregister", pointer, pinned=True)
-            self.pinned_nbytes -= gone.nbytes
+            self.pinned_nbytes -= self._remove_block("cudaHostUnregister", pointer, pinned=True)
 
     def device_alloc(self, nbytes: int, device: int = 0) -> int:
         """Allocate memory of `device` and return its address; its bytes are zero."""
         self._check_device("cudaMalloc", device)
         self._check_nbytes("cudaMalloc", nbytes)
-        memory = mmap.mmap(-1, nbytes)
-        pointer = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        owner = mmap.mmap(-1, nbytes)
+        pointer = ctypes.addressof(ctypes.c_char.from_buffer(owner))
         with self._lock:
-            self._blocks[pointer] = _Block(pointer, nbytes, device, memory)
+            self._blocks[pointer] = _Block(pointer, nbytes, device, owner)
         return pointer
 
     def device_free(self, pointer: int) -> None:
@@ -257,22 +255,12 @@ class FakeCuda:
             if record is not None:
                 on.queue.append(partial(self._run_until, record))
 
-    def copy_to_device(self, destination: int, source: int, nbytes: int, stream: int) -> None:
-        """See `Cuda.copy_to_device`; pageable memory is read at once, as CUDA does."""
-        call = "cudaMemcpyAsync"
+    def copy_to_device(self, copies: Sequence[Copy], stream: int) -> None:
+        """See `Cuda.copy_to_device`; the last one runs first, since no order is promised."""
         with self._lock:
-            if next(self._copy_calls) == self._fail_copy_at:
-                what = f"copy {self._fail_copy_at} was told to fail"
-                raise _device_error(call, "cudaErrorUnknown", 999, what)
-            on = self._find_stream(call, stream)
-            target = self._device_block(call, destination, nbytes)
-            self._check_device_is(target.device, on, call, str(target))
-            origin = self._find_source(call, source, nbytes)
-            data = source if origin else ctypes.string_at(source, nbytes)
-            move = partial(ctypes.memmove, destination, data, nbytes)
-            on.queue.append(partial(self._run_copy, (target, origin), nbytes, move))
-            self.pending_copies += 1
-            self.pageable_copies += origin is None
+            on = self._find_stream("cudaMemcpyAsync", stream)
+            for copy in reversed(copies):
+                self._queue_copy(copy, on)
 
     def enqueue_on(self, stream: int, work: Callable[[], None]) -> None:
         """Queue a user's `work`; it runs in the thread that waits, and must not wait itself."""
@@ -284,41 +272,55 @@ class FakeCuda:
         while not record.happened.is_set():
             record.stream.queue.popleft()()
 
-    def _run_copy(self, blocks: tuple[_Block | None, ...], nbytes: int, move: partial[int]) -> None:
+    def _queue_copy(self, copy: Copy, on: _Stream) -> None:
+        call, (destination, source, nbytes) = "cudaMemcpyAsync", copy
+        if next(self._copy_calls) == self._fail_copy_at:
+            what = f"copy {self._fail_copy_at} was told to fail"
+            self._refuse(call, "cudaErrorUnknown", 999, what, misuse=False)
+        self._check_nbytes(call, nbytes)
+        target = self._device_block(call, destination, nbytes)
+        self._check_device_is(target.device, on, call, str(target))
+        origin = self._find_source(call, source, nbytes)
+        on.queue.append(partial(self._run_copy, copy, target, origin))
+        self.pending_copies += 1
+        self.pageable_copies += origin is None
+
+    def _run_copy(self, copy: Copy, *blocks: _Block | None) -> None:
         self.pending_copies -= 1
         for block in blocks:
             if block is not None and not block.alive:
-                what = f"{block} was freed while a queued copy of {nbytes} bytes names it"
+                what = f"{block} was freed while a queued copy of {copy[2]} bytes names it"
                 self._refuse("cudaMemcpyAsync", "cudaErrorIllegalAddress", 700, what)
-        move()
+        ctypes.memmove(*copy)
         self.copies += 1
-        self.copied_nbytes += nbytes
+        self.copied_nbytes += copy[2]
 
     def _check_nbytes(self, call: str, nbytes: int) -> None:
         self.current_device()
         if nbytes < 1:
             self._refuse(call, "cudaErrorInvalidValue", 1, f"{nbytes} bytes; at least 1 is wanted")
 
-    def _remove_block(self, call: str, pointer: int, *, pinned: bool) -> _Block:
+    def _remove_block(self, call: str, pointer: int, *, pinned: bool) -> int:
         block = self._blocks.get(pointer)
         if block is None or (block.device is None) != pinned:
             what = f"{pointer:#x} is not the start of live memory of this kind"
             self._refuse(call, "cudaErrorInvalidValue", 1, what)
         block.alive = False
-        return self._blocks.pop(pointer)
+        del self._blocks[pointer]
+        return block.nbytes
 
-    def _find_block(self, pointer: int, nbytes: int) -> _Block | None:
-        return next((b for b in self._blocks.values() if b.holds(pointer, nbytes)), None)
+    def _find_met(self, pointer: int, nbytes: int) -> list[_Block]:
+        return [block for block in self._blocks.values() if block.meets(pointer, nbytes)]
 
     def _device_block(self, call: str, pointer: int, nbytes: int) -> _Block:
-        block = self._find_block(pointer, nbytes)
-        if block is None or block.device is None:
+        met = self._find_met(pointer, nbytes)
+        if not met or met[0].device is None or not met[0].holds(pointer, nbytes):
             self._refuse_pointer(call, "device", pointer, nbytes)
-        return block
+        return met[0]
 
     def _find_source(self, call: str, pointer: int, nbytes: int) -> _Block | None:
         """Pinned memory that the copy reads; None where it is pageable."""
-        met = [block for block in self._blocks.values() if block.meets(pointer, nbytes)]
+        met = self._find_met(pointer, nbytes)
         if any(block.device is not None or not block.holds(pointer, nbytes) for block in met):
             self._refuse_pointer(call, "host", pointer, nbytes)
         return met[0] if met else None
@@ -345,17 +347,17 @@ class FakeCuda:
             self._refuse(call, "cudaErrorInvalidResourceHandle", 400, what)
 
     def _refuse_handle(self, call: str, kind: str, handle: int) -> NoReturn:
-        name = "cudaErrorInvalidResourceHandle"
-        self._refuse(call, name, 400, f"{kind} {handle} is destroyed or never was")
+        what = f"{kind} {handle} is destroyed or never was"
+        self._refuse(call, "cudaErrorInvalidResourceHandle", 400, what)
 
     def _refuse_pointer(self, call: str, kind: str, pointer: int, nbytes: int) -> NoReturn:
         what = f"{nbytes} bytes at {pointer:#x} are not inside one allocation of {kind} memory"
         self._refuse(call, "cudaErrorInvalidValue", 1, what)
 
-    def _refuse(self, call: str, name: str, code: int, what: str) -> NoReturn:
-        error = _device_error(call, name, code, what)
-        self.errors.append(str(error))
-        raise error
+    def _refuse(self, call: str, name: str, code: int, what: str, misuse: bool = True) -> NoReturn:
+        message = f"{call} failed: {name} ({code}): {what}"
+        self.errors.extend([message] if misuse else [])
+        raise DeviceError(message)
 
 
 class FakeDeviceArray:
@@ -376,8 +378,8 @@ class FakeDeviceArray:
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        place = {"shape": (self.nbytes,), "data": (self.pointer, False)}
-        return {"version": 3, "typestr": "|u1", "stream": self.stream, **place}
+        memory = {"shape": (self.nbytes,), "data": (self.pointer, False)}
+        return {"version": 3, "typestr": "|u1", "stream": self.stream, **memory}
 
     def view(self, offset: int, nbytes: int) -> FakeDeviceArray:
         """Part of this array, in the same memory; ValueError where it is not inside."""
@@ -395,7 +397,3 @@ class FakeDeviceArray:
         """Set every byte to `value` now, past every stream."""
         if self.nbytes:
             self._cuda.device_write(self.pointer, bytes([value]) * self.nbytes)
-
-
-def _device_error(call: str, name: str, code: int, what: str) -> DeviceError:
-    return DeviceError(f"{call} failed: {name} ({code}): {what}")

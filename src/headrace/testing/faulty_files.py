@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -55,7 +56,8 @@ class FaultyFiles:
     no_dioalign: bool = False
     """`direct_alignment` gives None, as kernels before Linux 6.1 do."""
     resident: Callable[[int, int], int] | None = None
-    """Pages that the page cache is said to hold of (file_offset, nbytes); None for the truth."""
+    """Pages that the page cache is said to hold of (file_offset, nbytes), such as `pages_where`
+    makes; None for the truth."""
 
     buffered_nbytes: int = field(default=0, init=False)
     """Bytes read through the page cache."""
@@ -187,6 +189,16 @@ class FaultyFiles:
             self.replace_after = None
             _invert(path, f"{path}.new")
             os.rename(f"{path}.new", path)
+
+
+def pages_where(held: Callable[[int], bool]) -> Callable[[int, int], int]:
+    """Make a page cache that holds those pages of a file whose number `held` accepts."""
+
+    def count(file_offset: int, nbytes: int) -> int:
+        first, stop = file_offset // mmap.PAGESIZE, -(-(file_offset + nbytes) // mmap.PAGESIZE)
+        return sum(map(held, range(first, stop)))
+
+    return count
 
 
 def _cut_views(views: Sequence[memoryview], limit: int | None) -> list[memoryview]:
