@@ -151,7 +151,7 @@ class Bench:
             cpu_s_per_gb=median(run.cpu_seconds for run in runs) / (self.nbytes / 1e9),
             observed=_observed(report) if report else (),
             resident_nbytes=report.resident_nbytes if report else None,
-            why=_why(report, state) if report else method.how,
+            why=describe_choice(report, state) if report else method.how,
             matches=all(run.matches for run in runs),
         )
 
@@ -162,14 +162,18 @@ def _observed(report: Report) -> tuple[str, ...]:
     return tuple(str(part.route) for part in parts)
 
 
-def _why(report: Report, state: str) -> str:
+def describe_choice(report: Report, state: str) -> str:
     """Say why each route was chosen, and for how much of the file if there are several."""
     parts = sorted(report.planned, key=lambda part: -part.nbytes)
     if len(parts) == 1:
         why = parts[0].why
     else:
         total = sum(part.nbytes for part in parts) or 1
-        why = "; ".join(f"{p.route} {p.nbytes / total:.0%}: {p.why}" for p in parts)
+        several = len({part.route for part in parts}) > 1
+        why = "; ".join(
+            (f"{part.route} " if several else "") + f"{part.nbytes / total:.0%}: {part.why}"
+            for part in parts
+        )
     if state == COLD and report.resident_nbytes > _READ_AHEAD_SHARE * report.nbytes:
         why += f", and reading the header brought {format_nbytes(report.resident_nbytes)} in"
     return why

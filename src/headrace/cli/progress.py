@@ -6,7 +6,10 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
 
 
 class Meter(Protocol):
@@ -33,16 +36,7 @@ def show_progress(*, rate: bool = True) -> Iterator[Meter]:
     if not sys.stderr.isatty():
         yield quiet
         return
-    from rich import progress as bars
-    from rich.console import Console
-
-    columns = (
-        bars.TextColumn("{task.description}", markup=False),
-        bars.BarColumn(),
-        bars.DownloadColumn(),
-        bars.TextColumn("{task.fields[rate]}", markup=False),
-    )
-    with bars.Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    with _open_bar() as progress:
         task = progress.add_task("", total=None, rate="")
         began = time.perf_counter()
 
@@ -54,6 +48,19 @@ def show_progress(*, rate: bool = True) -> Iterator[Meter]:
             progress.update(task, description=text, completed=moved_nbytes, total=total, rate=speed)
 
         yield meter
+
+
+def _open_bar() -> Progress:
+    from rich import progress as bars
+    from rich.console import Console
+
+    columns = (
+        bars.TextColumn("{task.description}", markup=False),
+        bars.BarColumn(),
+        bars.DownloadColumn(),
+        bars.TextColumn("{task.fields[rate]}", markup=False),
+    )
+    return bars.Progress(*columns, console=Console(stderr=True), transient=True)
 
 
 def format_rate(nbytes: int, seconds: float) -> str:

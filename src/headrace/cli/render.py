@@ -40,8 +40,9 @@ def render_load(result: LoadResult, console: Console) -> None:
 def render_explanation(explanation: Explanation, console: Console, *, tensors: bool) -> None:
     """Print what a load would do, and why."""
     nbytes = sum(tensor["nbytes"] for tensor in explanation.tensors)
+    count = len(explanation.tensors)
     console.print(
-        f"{explanation.source} -> {explanation.device}  {len(explanation.tensors)} tensors, "
+        f"{explanation.source} -> {explanation.device}  {count} tensor{'s' * (count != 1)}, "
         f"{format_nbytes(nbytes)}; nothing was read but headers",
         soft_wrap=True,
     )

@@ -1,0 +1,1 @@
+"""Benchmarks of headrace beside its peers: ``python -m benchmarks.load``."""

@@ -1,0 +1,81 @@
+"""Load a raw file and a model through headrace and its peers: ``python -m benchmarks.load``."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.markdown import Markdown
+
+from benchmarks.document import build_document, write_json
+from benchmarks.memory import Memory, NumpyMemory, TorchMemory
+from benchmarks.result import Role
+from benchmarks.run import Contestants, Run, all_contestants, run_all
+from benchmarks.settings import parse_settings
+from benchmarks.table import render_document
+
+
+def main(
+    arguments: Sequence[str] | None = None, contestants: Contestants = all_contestants
+) -> dict[str, Any]:
+    """Run, show the tables, write the JSON.
+
+    Parameters
+    ----------
+    arguments
+        Command line; None takes the process's own.
+    contestants
+        Who takes part; tests bring their own.
+
+    Returns
+    -------
+    dict
+        The document that was written.
+    """
+    settings = parse_settings(arguments)
+    memory: Memory = NumpyMemory() if settings.device == "cpu" else TorchMemory("cuda:0")
+    progress = Console(stderr=True, highlight=False, soft_wrap=True)
+    run = Run(
+        settings,
+        memory,
+        contestants,
+        say=lambda text: progress.print(text, markup=False),
+        save=_save,
+    )
+    try:
+        run_all(run)
+    finally:
+        _save(run)
+    document = build_document(run)
+    _show(render_document(document))
+    return document
+
+
+def _show(tables: str) -> None:
+    """Draw the tables on a terminal; in a pipe they stay Markdown."""
+    console = Console()
+    if console.is_terminal:
+        console.print(Markdown(tables))
+    else:
+        sys.stdout.write(tables + "\n")
+
+
+def _save(run: Run) -> None:
+    if run.settings.json_path is not None:
+        write_json(build_document(run), run.settings.json_path)
+
+
+def find_failures(document: Mapping[str, Any]) -> list[str]:
+    """Say where headrace's default call failed or gave wrong bytes; a missed target is no failure."""
+    ours = [row for row in document["rows"] if row["role"] == Role.OURS]
+    return [
+        f"{row['name']}, {row['place']}: {row['absent'] or row['error']}"
+        for row in ours
+        if row["absent"] or row["error"]
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit("\n".join(find_failures(main())) or None)

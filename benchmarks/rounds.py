@@ -1,0 +1,226 @@
+"""The method: every contestant once a round, in a rotating order, every result compared."""
+
+from __future__ import annotations
+
+import faulthandler
+import resource
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.contestants import Contestant
+from benchmarks.memory import Arrays, Memory
+from benchmarks.places import Place, Residency
+from benchmarks.result import Reading, Role, Row
+
+ONCE_S = 20.0
+"""A contestant whose first reading took longer is not run again."""
+
+FAMILY_FINALISTS = 3
+"""Settings of one family that go on after the first measured round."""
+
+HANG_S = 120.0
+"""A call that takes longer ends the whole run, with a traceback of every thread."""
+
+_EXTRA_SHARE = 0.5  # of the budget, for rows that only illustrate
+
+
+@dataclass(frozen=True, slots=True)
+class Clock:
+    """Time that a run has left."""
+
+    stop: float
+    """End on the clock of `time.perf_counter`."""
+
+    def is_over(self) -> bool:
+        """Whether no new round should start."""
+        return time.perf_counter() >= self.stop
+
+
+@dataclass(frozen=True, slots=True)
+class Contest:
+    """Contestants that load one source to one memory."""
+
+    kind: str
+    """``"raw"`` or ``"model"``."""
+    place: Place
+    """Where the source lies."""
+    memory: Memory
+    """Destination."""
+    reference: Arrays
+    """What every result must equal."""
+    target: Any
+    """Array that some contestants read into, poisoned before each reading; None for none."""
+    nbytes: int
+    """Payload of one load."""
+    repeats: int
+    """Measured rounds."""
+    budget_s: float
+    """Seconds of readings after which a contestant leaves."""
+    residency: Residency
+    """Puts the source into the page cache or out of it."""
+
+
+@dataclass(slots=True)
+class _Entry:
+    """A contestant's score so far."""
+
+    contestant: Contestant
+    readings: list[Reading] = field(default_factory=list)
+    absent: str | None = None
+    error: str | None = None
+    note: str | None = None
+    reports: tuple[Mapping[str, Any], ...] = ()
+
+    @property
+    def is_running(self) -> bool:
+        return self.absent is None and self.error is None and self.note is None
+
+    @property
+    def spent_s(self) -> float:
+        return sum(reading.seconds for reading in self.readings)
+
+
+def run_contest(
+    contest: Contest,
+    contestants: Sequence[Contestant],
+    clock: Clock,
+    tell: Callable[[str], object],
+) -> list[Row]:
+    """Run all rounds.
+
+    Parameters
+    ----------
+    contest
+        What is loaded, and to where.
+    contestants
+        Who loads it. Each is closed at the end.
+    clock
+        Time left.
+    tell
+        Receives a line for each contestant that leaves early.
+
+    Returns
+    -------
+    list of Row
+        One for each contestant, in the order given: also for those that are absent, failed, or
+        left early.
+    """
+    entries = [_Entry(c, absent=c.why_absent()) for c in contestants]
+    try:
+        for number in range(contest.repeats + 1):
+            for entry in _order_of_round(entries, number):
+                _retire_by_time(entry, contest, clock, number)
+                if entry.is_running:
+                    _take_reading(entry, contest, number)
+                if not entry.is_running:
+                    tell(f"{entry.contestant.name}: {entry.error or entry.note}")
+            if number == 1:
+                _keep_finalists(entries)
+    finally:
+        for contestant in contestants:
+            contestant.close()
+    return [_to_row(entry, contest) for entry in entries]
+
+
+def _order_of_round(entries: Sequence[_Entry], number: int) -> list[_Entry]:
+    """Rotate, and turn every other round around, so that neighbours change as well."""
+    running = [entry for entry in entries if entry.is_running]
+    shift = number % max(len(running), 1)
+    rotated = running[shift:] + running[:shift]
+    return rotated[::-1] if number % 2 else rotated
+
+
+def _retire_by_time(entry: _Entry, contest: Contest, clock: Clock, number: int) -> None:
+    done = f"stopped after {max(number - 1, 0)} of {contest.repeats} rounds"
+    extra = entry.contestant.role is Role.OURS_EXTRA
+    budget_s = contest.budget_s * (_EXTRA_SHARE if extra else 1.0)
+    if clock.is_over():
+        entry.note = f"{done}: the time for the whole run was over"
+    elif number == 1 and entry.spent_s > ONCE_S:
+        entry.note = f"run once only: it took {entry.spent_s:.1f} s"
+    elif number > 1 and entry.spent_s > budget_s:
+        entry.note = f"{done}: its readings took {entry.spent_s:.1f} s"
+
+
+def _keep_finalists(entries: Sequence[_Entry]) -> None:
+    """Let only the fastest settings of each family go on."""
+    families = {e.contestant.family for e in entries if e.contestant.family and e.is_running}
+    for family in families:
+        members = [e for e in entries if e.contestant.family == family and e.is_running]
+        members.sort(key=lambda entry: entry.readings[-1].seconds)
+        for entry in members[FAMILY_FINALISTS:]:
+            entry.note = f"not among the {FAMILY_FINALISTS} fastest settings after one round"
+
+
+def _take_reading(entry: _Entry, contest: Contest, number: int) -> None:
+    """Time one load and compare its result; what a loader raises becomes its row's error."""
+    contestant = entry.contestant
+    faulthandler.dump_traceback_later(HANG_S, exit=True, file=sys.__stderr__ or sys.stderr)
+    try:
+        reading, arrays = _time_load(contestant, contest, number)
+        entry.readings.append(reading)
+        entry.reports = contestant.take_reports()
+        entry.error = contest.memory.find_difference(arrays, contest.reference)
+        _discard(arrays, contest)
+    except Exception as error:  # noqa: BLE001  a foreign loader may raise anything: it is shown
+        entry.error = f"{type(error).__name__}: {error}"
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+def _time_load(contestant: Contestant, contest: Contest, number: int) -> tuple[Reading, Arrays]:
+    memory, source = contest.memory, contest.place.source(contest.kind)
+    with contestant.session(source):
+        resident = contest.residency.prepare(source, cold=contest.place.cold)
+        if contest.target is not None:
+            memory.poison(contest.target)
+        memory.synchronize()
+        memory.reset_peak()
+        cpu = _cpu_seconds()
+        start = time.perf_counter()
+        arrays = contestant.load(source)
+        memory.synchronize()
+        seconds = time.perf_counter() - start
+        cpu = _cpu_seconds() - cpu
+        return Reading(number, seconds, cpu, resident, memory.peak_nbytes()), arrays
+
+
+def _discard(arrays: Arrays, contest: Contest) -> None:
+    """Poison memory that an allocator will hand to the next contestant."""
+    for array in arrays.values():
+        contest.memory.poison(array)
+
+
+def _cpu_seconds() -> float:
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
+
+
+def _to_row(entry: _Entry, contest: Contest) -> Row:
+    contestant = entry.contestant
+    return Row(
+        kind=contest.kind,
+        place=contest.place.key,
+        name=contestant.name,
+        package=contestant.package,
+        role=contestant.role,
+        family=contestant.family,
+        nbytes=contest.nbytes,
+        first=next((reading for reading in entry.readings if reading.round == 0), None),
+        readings=tuple(reading for reading in entry.readings if reading.round > 0),
+        compared=bool(entry.readings) and entry.error is None,
+        absent=entry.absent,
+        error=entry.error,
+        note=entry.note,
+        reports=entry.reports,
+    )
+
+
+def source_nbytes(source: Path) -> int:
+    """Bytes that the shards of a directory, or a file, take, headers included."""
+    paths = [source] if source.is_file() else sorted(source.glob("*.safetensors"))
+    return sum(path.stat().st_size for path in paths)

@@ -1,0 +1,210 @@
+"""The figures that were asked for, each beside the one of this run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from benchmarks.places import COLD, RESIDENT, TMPFS
+from benchmarks.raw_peers import KVIKIO_TUNED
+from benchmarks.result import FirstCall, ImportTime, Role, Row, Target
+
+RAW_GB_PER_S = 48.0
+MODEL_GB_PER_S = 44.0
+OVER_KVIKIO_TUNED = 1.15
+OVER_KVIKIO_DEFAULT = 7.0
+OVER_PEER = 1.1
+FIRST_CALL_S = 0.25
+IMPORT_S = {"headrace": 0.030, "headrace.torch": 0.020}
+DEVICE_MEMORY_RATIO = 1.01
+
+_ABSENT = "not measured in this run"
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """Everything that a run measured."""
+
+    rows: Sequence[Row]
+    """Contestants, at every place."""
+    first_calls: Sequence[FirstCall]
+    """First calls, headrace's and peers'."""
+    imports: Sequence[ImportTime]
+    """Imports."""
+    pinned_limit_nbytes: int | None
+    """``Options().pinned_nbytes``; None if it could not be read."""
+
+    def ours(self, kind: str, place: str) -> Row | None:
+        """Find headrace's default call."""
+        return next((r for r in self._at(kind, place) if r.role is Role.OURS), None)
+
+    def fastest(self, kind: str, place: str, wanted: Callable[[Row], bool]) -> Row | None:
+        """Find the fastest valid peer of those wanted."""
+        peers = [r for r in self._at(kind, place) if r.role in (Role.PEER, Role.PEER_TUNED)]
+        valid = [r for r in peers if r.is_valid and wanted(r)]
+        return max(valid, key=lambda row: row.gb_per_s or 0.0, default=None)
+
+    def _at(self, kind: str, place: str) -> Iterable[Row]:
+        return (row for row in self.rows if (row.kind, row.place) == (kind, place))
+
+
+def gpu_targets(findings: Findings) -> list[Target]:
+    """Give the targets of a machine with a GPU."""
+    return [
+        _speed(findings, "raw", RESIDENT, RAW_GB_PER_S),
+        _over(
+            findings,
+            "raw",
+            RESIDENT,
+            OVER_KVIKIO_TUNED,
+            "the best tuned KvikIO",
+            lambda row: row.family == KVIKIO_TUNED,
+        ),
+        _over(
+            findings,
+            "raw",
+            RESIDENT,
+            OVER_KVIKIO_DEFAULT,
+            "KvikIO at its defaults",
+            lambda row: row.name == "KvikIO default",
+        ),
+        _speed(findings, "model", RESIDENT, MODEL_GB_PER_S),
+        *_over_peers(findings, RESIDENT, OVER_PEER),
+        _speed(findings, "model", TMPFS, MODEL_GB_PER_S),
+        *_over_peers(findings, TMPFS, OVER_PEER),
+        *_over_peers(findings, COLD, 1.0),
+        *process_targets(findings),
+        pinned_target(findings),
+        device_memory_target(findings),
+    ]
+
+
+def host_targets(findings: Findings) -> list[Target]:
+    """Give the targets of a machine without a GPU."""
+    return [
+        _over(findings, "raw", RESIDENT, 1.0, "np.fromfile", lambda row: row.name == "np.fromfile"),
+        _over(findings, "raw", COLD, 1.0, "the better of buffered and O_DIRECT", _is_any),
+        *process_targets(findings),
+    ]
+
+
+def _over_peers(findings: Findings, place: str, factor: float) -> list[Target]:
+    return [
+        _over(
+            findings,
+            "model",
+            place,
+            factor,
+            "the fastest peer as it comes",
+            lambda row: row.role is Role.PEER,
+        ),
+        _over(findings, "model", place, factor, "the fastest peer, tuned ones too", _is_any),
+    ]
+
+
+def _speed(findings: Findings, kind: str, place: str, wanted: float) -> Target:
+    ours = findings.ours(kind, place)
+    measured = ours.gb_per_s if ours and ours.is_valid else None
+    return _at_least(
+        _subject(kind, place), f"at least {wanted:g} GB/s", measured, wanted, _tell(ours)
+    )
+
+
+def _over(
+    findings: Findings,
+    kind: str,
+    place: str,
+    factor: float,
+    whom: str,
+    wanted: Callable[[Row], bool],
+) -> Target:
+    """Compare headrace's speed with `factor` times the fastest peer of those wanted."""
+    ours = findings.ours(kind, place)
+    peer = findings.fastest(kind, place, wanted)
+    measured = ours.gb_per_s if ours and ours.is_valid else None
+    bound = factor * peer.gb_per_s if peer and peer.gb_per_s else None
+    asked = f"at least {factor:g} times {whom}"
+    evidence = f"{_tell(ours)}; {_tell(peer) if peer else f'{whom}: {_ABSENT}'}"
+    return _at_least(_subject(kind, place), asked, measured, bound, evidence)
+
+
+def _at_least(
+    name: str, asked: str, measured: float | None, wanted: float | None, evidence: str
+) -> Target:
+    met = None if measured is None or wanted is None else measured >= wanted
+    return Target(name, asked, measured, wanted, "GB/s", met, evidence)
+
+
+def _at_most(
+    name: str, measured: float | None, wanted: float | None, unit: str, evidence: str
+) -> Target:
+    asked = "not known" if wanted is None else f"at most {wanted:g} {unit}"
+    met = None if measured is None or wanted is None else measured <= wanted
+    return Target(name, asked, measured, wanted, unit, met, evidence)
+
+
+def process_targets(findings: Findings) -> list[Target]:
+    """Give the targets on the first call and on the imports."""
+    first = next((f for f in findings.first_calls if f.name.startswith("headrace")), None)
+    difference = first.difference_s if first else None
+    evidence = (first.error or f"{len(first.first_s)} processes") if first else _ABSENT
+    name = "first call in a fresh process, over the second"
+    return [
+        _at_most(name, difference, FIRST_CALL_S, "s", evidence),
+        *(_import_target(found) for found in findings.imports),
+    ]
+
+
+def _import_target(found: ImportTime) -> Target:
+    name = f"import {found.name}, on top of {found.after}"
+    evidence = found.error or f"median of {len(found.seconds)} processes"
+    return _at_most(name, found.median_s, IMPORT_S.get(found.name), "s", evidence)
+
+
+def pinned_target(findings: Findings) -> Target:
+    """Compare the most pinned memory in any report with what the options allow."""
+    ours = [row for row in findings.rows if row.role in (Role.OURS, Role.OURS_EXTRA)]
+    pinned = [float(report["pinned_nbytes"]) for row in ours for report in row.reports]
+    limit = findings.pinned_limit_nbytes
+    return _at_most(
+        "peak pinned memory",
+        max(pinned, default=None),
+        None if limit is None else float(limit),
+        "B",
+        f"{len(pinned)} reports" if pinned else _ABSENT,
+    )
+
+
+def device_memory_target(findings: Findings) -> Target:
+    """Compare the allocator's peak during headrace's model loads with the size of the tensors."""
+    ours = [row for row in findings.rows if row.role is Role.OURS and row.kind == "model"]
+    ratios = [
+        reading.peak_device_nbytes / row.nbytes
+        for row in ours
+        for reading in row.measured
+        if reading.peak_device_nbytes is not None
+    ]
+    evidence = f"torch's allocator, {len(ratios)} loads" if ratios else _ABSENT
+    return _at_most(
+        "peak device memory, as a share of the tensors",
+        max(ratios, default=None),
+        DEVICE_MEMORY_RATIO,
+        "times the tensors",
+        evidence,
+    )
+
+
+def _is_any(row: Row) -> bool:
+    return row is not None
+
+
+def _subject(kind: str, place: str) -> str:
+    return f"{'raw file' if kind == 'raw' else 'model'}, {place}"
+
+
+def _tell(row: Row | None) -> str:
+    if row is None:
+        return f"headrace: {_ABSENT}"
+    if row.is_valid:
+        return f"{row.name} {row.gb_per_s:.1f} GB/s"
+    return f"{row.name}: {row.absent or row.error or _ABSENT}"

@@ -1,0 +1,185 @@
+"""What several test modules share: the page cache, recorded machines, and facts made up."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import mmap
+import os
+import random
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from headrace.bindings.posix import DirectAlignment, Files, PosixFiles
+from headrace.errors import RouteUnavailable
+from headrace.planning.route import Facts
+from headrace.probing.fact import Fact
+from headrace.probing.machine import MachineFacts
+from headrace.probing.volume import VolumeFacts
+from headrace.storage.source import Source
+from headrace.types import Device
+
+PAGE = mmap.PAGESIZE
+CUDA = Device("cuda", 0)
+TIMEOUT_S = 30.0
+
+
+@dataclass(slots=True)
+class RecordedSystem:
+    """`headrace.bindings.sysfs.System` from recorded text."""
+
+    texts: Mapping[str, str] = field(default_factory=dict)
+    cpu_count: int = 4
+    load: float = 0.0
+
+    def read(self, path: str) -> str | None:
+        return self.texts.get(path)
+
+    def cpus(self) -> int:
+        return self.cpu_count
+
+    def load_average(self) -> float:
+        return self.load
+
+
+def on_host(pointer: int) -> int | None:
+    """Say of every pointer that it is host memory."""
+    return None
+
+
+def never_asked(pointer: int) -> int | None:
+    raise AssertionError(f"nobody needs to ask where {pointer:#x} is")
+
+
+def write_random(path: Path, nbytes: int) -> bytes:
+    """Write a file of bytes that no two blocks share, and give them back."""
+    content = random.Random(nbytes).randbytes(nbytes)
+    path.write_bytes(content)
+    return content
+
+
+def drop(path: Path, start: int = 0, nbytes: int = 0) -> None:
+    """Drop pages of a file from the page cache; from `start` to the end by default."""
+    with open(path, "rb", buffering=0) as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), start, nbytes, os.POSIX_FADV_DONTNEED)
+
+
+def warm(path: Path, start: int, nbytes: int) -> None:
+    """Read part of a file through the page cache, without reading ahead."""
+    with open(path, "rb", buffering=0) as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
+        assert len(os.pread(file.fileno(), nbytes, start)) == nbytes
+
+
+def disk_folder(tmp_path: Path) -> Path:
+    """Give `tmp_path`, once it is sure that pages can be dropped there and cachestat sees it."""
+    path = tmp_path / "probe"
+    path.write_bytes(bytes(4 * PAGE))
+    with open_source(path) as source:
+        try:
+            before = source.files.cached_pages(source.fd, 0, 4 * PAGE)
+            drop(path)
+            after = source.files.cached_pages(source.fd, 0, 4 * PAGE)
+        except OSError as error:
+            pytest.skip(f"cachestat: {error}")
+    if (before, after) != (4, 0):
+        pytest.skip(f"pages of {tmp_path} do not leave the page cache ({before}, then {after})")
+    return tmp_path
+
+
+def folder_with_direct(tmp_path: Path) -> Path:
+    """Give `tmp_path`, once it is sure that files open with O_DIRECT there."""
+    path = tmp_path / "probe"
+    path.write_bytes(b"x")
+    try:
+        os.close(os.open(path, os.O_RDONLY | os.O_DIRECT))
+    except OSError as error:
+        pytest.skip(f"{tmp_path} has no O_DIRECT: {error}")
+    return tmp_path
+
+
+@contextlib.contextmanager
+def open_source(path: Path | str, files: Files | None = None) -> Iterator[Source]:
+    source = Source(str(path), files or PosixFiles())
+    try:
+        yield source
+    finally:
+        source.close()
+
+
+def make_facts(
+    *,
+    gpu: bool | None = True,
+    direct: bool | None = True,
+    alignment: int = 512,
+    available: int | None = 64 << 30,
+    cpus: int = 16,
+    busy: bool = False,
+) -> Facts:
+    """Make up what a choice rests on; every reason names itself, so that tests can find it."""
+    return Facts(
+        MachineFacts(cpus, available, Fact("CPUs busy", busy, "load", "load average")),
+        VolumeFacts(
+            "ext4",
+            Fact("O_DIRECT", direct, "DIRECT-FOUND", "DIRECT-WHY", "DIRECT-REMEDY"),
+            DirectAlignment(alignment, alignment),
+        ),
+        Fact("CUDA device", gpu, "GPU-FOUND", "GPU-WHY", "GPU-REMEDY"),
+    )
+
+
+def reason_of(call: Callable[[], object]) -> str:
+    """Message of the RouteUnavailable that a call must raise."""
+    with pytest.raises(RouteUnavailable) as caught:
+        call()
+    return str(caught.value)
+
+
+def run_python(code: str, *arguments: str, timeout_s: float = TIMEOUT_S) -> str:
+    """Run code in a fresh interpreter, with warnings as errors, and give back what it printed."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def ends_in_time(work: Callable[[], object], timeout_s: float = TIMEOUT_S) -> bool:
+    """Whether work ends; it runs in a daemon, so that a deadlock fails one test alone."""
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    return not thread.is_alive()
+
+
+def no_workers_left() -> bool:
+    """Whether no thread of an engine is alive."""
+    return not [thread for thread in threading.enumerate() if thread.name == "headrace"]
+
+
+def open_descriptors() -> int:
+    """Descriptors of this process."""
+    return len(os.listdir("/proc/self/fd"))
+
+
+def needs_mount(*arguments: str) -> None:
+    """Mount something, or skip: even root may lack the right inside a container."""
+    done = subprocess.run(["mount", *arguments], capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip(f"mount {' '.join(arguments)}: {done.stderr.strip()}")
+
+
+def refuse(code: int) -> OSError:
+    """Make the error that the operating system would raise."""
+    return OSError(code, f"{errno.errorcode[code]}: {os.strerror(code)}")
