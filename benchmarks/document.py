@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.machine import collect_versions, cuda_version, describe_machine
-from benchmarks.result import SCHEMA
+from benchmarks.result import SCHEMA, Target
 from benchmarks.rounds import FAMILY_FINALISTS, HANG_S, ONCE_S
 from benchmarks.targets import Findings, gpu_targets, host_targets
 
@@ -41,20 +41,7 @@ METHOD = (
 
 
 def build_document(run: Run) -> dict[str, Any]:
-    """Everything that a run has found so far, ready for JSON.
-
-    Parameters
-    ----------
-    run
-        A run, finished or not.
-
-    Returns
-    -------
-    dict
-        Schema `SCHEMA`; see the README of ``benchmarks/results``.
-    """
-    findings = Findings(run.rows, run.first_calls, run.imports, _pinned_limit())
-    targets = host_targets(findings) if run.memory.device == "cpu" else gpu_targets(findings)
+    """Everything that a run, finished or not, has found so far, ready for JSON."""
     document = {
         "schema": SCHEMA,
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
@@ -69,7 +56,7 @@ def build_document(run: Run) -> dict[str, Any]:
         "rows": [row.to_dict() for row in run.rows],
         "first_calls": [found.to_dict() for found in run.first_calls],
         "imports": [found.to_dict() for found in run.imports],
-        "targets": [target.to_dict() for target in targets],
+        "targets": [target.to_dict() for target in _targets(run)],
     }
     scrubbed: dict[str, Any] = json.loads(scrub(json.dumps(document), _private_names(run)))
     return scrubbed
@@ -96,6 +83,11 @@ def _private_names(run: Run) -> dict[str, str]:
     names |= {str(Path(__file__).parent.parent): "<repository>", sys.prefix: "<python>"}
     names |= {str(run.work): "<dir>", run.work.name: "inputs", os.path.expanduser("~"): "<home>"}
     return {name: label for name, label in names.items() if len(name) > len("/xx")}
+
+
+def _targets(run: Run) -> list[Target]:
+    findings = Findings(run.rows, run.first_calls, run.imports, _pinned_limit())
+    return host_targets(findings) if run.memory.device == "cpu" else gpu_targets(findings)
 
 
 def _parameters(run: Run) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from benchmarks.document import build_document, write_json
 from benchmarks.memory import Memory, NumpyMemory, TorchMemory
 from benchmarks.result import Role
 from benchmarks.run import Contestants, Run, all_contestants, run_all
-from benchmarks.settings import parse_settings
+from benchmarks.settings import Settings, parse_settings
 from benchmarks.table import render_document
 
 
@@ -34,23 +34,24 @@ def main(
     dict
         The document that was written.
     """
-    settings = parse_settings(arguments)
-    memory: Memory = NumpyMemory() if settings.device == "cpu" else TorchMemory("cuda:0")
-    progress = Console(stderr=True, highlight=False, soft_wrap=True)
-    run = Run(
-        settings,
-        memory,
-        contestants,
-        say=lambda text: progress.print(text, markup=False),
-        save=_save,
-    )
+    run = _start(parse_settings(arguments), contestants)
     try:
         run_all(run)
     finally:
+        document = build_document(run)
         _save(run)
-    document = build_document(run)
-    _show(render_document(document))
+        _show(render_document(document))
     return document
+
+
+def _start(settings: Settings, contestants: Contestants) -> Run:
+    memory: Memory = NumpyMemory() if settings.device == "cpu" else TorchMemory("cuda:0")
+    progress = Console(stderr=True, highlight=False, soft_wrap=True)
+
+    def say(text: str) -> None:
+        progress.print(text, markup=False)
+
+    return Run(settings, memory, contestants, say=say, save=_save)
 
 
 def _show(tables: str) -> None:
@@ -68,7 +69,7 @@ def _save(run: Run) -> None:
 
 
 def find_failures(document: Mapping[str, Any]) -> list[str]:
-    """Say where headrace's default call failed or gave wrong bytes; a missed target is no failure."""
+    """Say where headrace's default call failed or gave wrong bytes; a missed target is not told."""
     ours = [row for row in document["rows"] if row["role"] == Role.OURS]
     return [
         f"{row['name']}, {row['place']}: {row['absent'] or row['error']}"

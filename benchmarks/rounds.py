@@ -90,14 +90,14 @@ def run_contest(
     clock: Clock,
     tell: Callable[[str], object],
 ) -> list[Row]:
-    """Run all rounds.
+    """Run all rounds; close the contestants.
 
     Parameters
     ----------
     contest
         What is loaded, and to where.
     contestants
-        Who loads it. Each is closed at the end.
+        Who loads it.
     clock
         Time left.
     tell
@@ -106,16 +106,13 @@ def run_contest(
     Returns
     -------
     list of Row
-        One for each contestant, in the order given: also for those that are absent, failed, or
-        left early.
+        One for each contestant, in their order, absent and failed ones too.
     """
     entries = [_Entry(c, absent=c.why_absent()) for c in contestants]
     try:
         for number in range(contest.repeats + 1):
             for entry in _order_of_round(entries, number):
-                _retire_by_time(entry, contest, clock, number)
-                if entry.is_running:
-                    _take_reading(entry, contest, number)
+                _run_entry(entry, contest, clock, number)
                 if not entry.is_running:
                     tell(f"{entry.contestant.name}: {entry.error or entry.note}")
             if number == 1:
@@ -124,6 +121,12 @@ def run_contest(
         for contestant in contestants:
             contestant.close()
     return [_to_row(entry, contest) for entry in entries]
+
+
+def _run_entry(entry: _Entry, contest: Contest, clock: Clock, number: int) -> None:
+    _retire_by_time(entry, contest, clock, number)
+    if entry.is_running:
+        _take_reading(entry, contest, number)
 
 
 def _order_of_round(entries: Sequence[_Entry], number: int) -> list[_Entry]:

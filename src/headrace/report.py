@@ -66,8 +66,8 @@ class Report:
     resident_nbytes: int
     """Wanted bytes that the page cache held before the read."""
     stages: Mapping[str, float]
-    """Wall seconds: "open", "plan", "allocate", "transfer", "verify"; and, summed over the
-    workers of the transfer, "read" (in read calls) and "wait" (for copies to the GPU)."""
+    """Wall seconds: "open", "plan", "allocate", "transfer", "verify"; and "read",
+    the part of "transfer" inside read calls, summed over its workers."""
     pinned_nbytes: int
     """Most page-locked memory that the context held, in bytes."""
 
@@ -190,7 +190,6 @@ def make_report(
         stages={
             **watch.stages,
             "read": sum(done.read_seconds for done in stats),
-            "wait": sum(done.wait_seconds for done in stats),
         },
         pinned_nbytes=pinned,
     )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -189,6 +191,24 @@ def test_zram_device_that_does_not_exist_is_an_absent_place(run: Main) -> None:
     (absent,) = document["absent_places"]
     assert absent["key"] == "cold"
     assert {row["place"] for row in document["rows"]} == {"resident"}
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_quick_run_to_the_gpu_ends_well(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    path = tmp_path / "result.json"
+    command = [sys.executable, "-m", "benchmarks.load", "--quick", "--device", "cuda"]
+    sections = ["--only", "raw", "--only", "model", "--only", "first-call"]
+    done = subprocess.run(
+        [*command, *sections, "--dir", str(tmp_path), "--json", str(path)],
+        capture_output=True, text=True, timeout=200, cwd=Path(__file__).parents[2], check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    document = json.loads(path.read_text())
+    ours = [row for row in document["rows"] if row["role"] == Role.OURS]
+    assert {(row["kind"], row["compared"]) for row in ours} == {("raw", True), ("model", True)}
+    assert all(call["error"] is None for call in document["first_calls"])
 
 
 def test_failure_of_the_default_call_is_a_failure_of_the_run(run: Main) -> None:

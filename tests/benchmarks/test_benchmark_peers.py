@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,43 +24,37 @@ from benchmarks.result import Role
 class FakeKvikio(ModuleType):
     """As much of KvikIO as the contestant uses; remembers its settings at each read."""
 
+    CompatMode = type("CompatMode", (), {"ON": "on"})
+
     def __init__(self) -> None:
         super().__init__("kvikio")
         self.settings: dict[str, Any] = {"num_threads": 1}
         self.reads: list[tuple[dict[str, Any], int]] = []
-        self.count_short = 0
-        fake = self
-
-        class Setting:
-            def __init__(self, settings: dict[str, Any]) -> None:
-                self.before = dict(fake.settings)
-                fake.settings |= settings
-
-            def __enter__(self) -> None: ...
-
-            def __exit__(self, *_: object) -> None:
-                fake.settings = self.before
-
-        class CuFile:
-            def __init__(self, path: Path, flags: str) -> None:
-                assert flags == "r"
-                self.data = np.fromfile(path, np.uint8)
-
-            def __enter__(self) -> CuFile:
-                return self
-
-            def __exit__(self, *_: object) -> None: ...
-
-            def read(self, buffer: Any, size: int | None = None) -> int:
-                count = len(buffer) if size is None else size
-                buffer[:count] = self.data[:count]
-                fake.reads.append((dict(fake.settings), count))
-                return count - fake.count_short
-
-        self.CuFile = CuFile
-        self.CompatMode = type("CompatMode", (), {"ON": "on"})
+        self.missing = 0
         self.defaults = ModuleType("kvikio.defaults")
-        self.defaults.set = Setting  # type: ignore[attr-defined]
+        self.defaults.set = self._set  # type: ignore[attr-defined]
+
+    def _set(self, settings: dict[str, Any]) -> AbstractContextManager[None]:
+        before, self.settings = self.settings, {**self.settings, **settings}
+
+        @contextmanager
+        def undo() -> Iterator[None]:
+            yield
+            self.settings = before
+
+        return undo()
+
+    def CuFile(self, path: Path, flags: str) -> AbstractContextManager[Any]:  # noqa: N802
+        assert flags == "r"
+        data = np.fromfile(path, np.uint8)
+
+        def read(buffer: Any, size: int | None = None) -> int:
+            count = len(buffer) if size is None else size
+            buffer[:count] = data[:count]
+            self.reads.append((dict(self.settings), count))
+            return count - self.missing
+
+        return nullcontext(SimpleNamespace(read=read))
 
 
 @pytest.fixture
@@ -71,10 +66,10 @@ def kvikio(monkeypatch: pytest.MonkeyPatch) -> FakeKvikio:
 
 
 @pytest.fixture
-def raw(tmp_path: Path) -> Iterator[Path]:
+def raw(tmp_path: Path) -> Path:
     path = tmp_path / "raw"
     path.write_bytes(bytes(range(256)) * 4)
-    yield path
+    return path
 
 
 def test_tuned_kvikio_reads_under_its_settings_and_puts_them_back(
@@ -98,7 +93,7 @@ def test_default_kvikio_changes_no_setting(kvikio: FakeKvikio, raw: Path) -> Non
 
 
 def test_short_read_of_kvikio_is_an_error(kvikio: FakeKvikio, raw: Path) -> None:
-    kvikio.count_short = 1
+    kvikio.missing = 1
     with pytest.raises(EOFError, match="1023 of 1024"):
         Kvikio(np.zeros(1024, np.uint8)).load(raw)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,8 @@ def contest(tmp_path: Path) -> Contest:
 
 
 def hold(contest: Contest, *contestants: Contestant, clock: Clock = FOREVER) -> list[Row]:
-    return run_contest(contest, contestants, clock, [].append)
+    told: list[str] = []
+    return run_contest(contest, contestants, clock, told.append)
 
 
 def test_each_contestant_runs_once_a_round_in_changing_order(contest: Contest) -> None:
@@ -73,13 +75,10 @@ def test_first_round_is_kept_apart(contest: Contest) -> None:
     assert row.is_valid
 
 
-def test_contestant_that_used_up_its_budget_leaves_with_a_note(
-    contest: Contest, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_contestant_that_used_up_its_budget_leaves_with_a_note(contest: Contest) -> None:
     log: list[str] = []
     slow, fast = Recorder("slow", log, 0.02), Recorder("fast", log)
-    monkeypatch.setattr(contest.__class__, "budget_s", 0.03)
-    slow_row, fast_row = hold(contest, slow, fast)
+    slow_row, fast_row = hold(replace(contest, budget_s=0.03), slow, fast)
     assert len(slow_row.readings) == 1
     assert slow_row.note is not None
     assert slow_row.note.startswith("stopped after 1 of 3 rounds")

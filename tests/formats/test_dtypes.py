@@ -6,7 +6,7 @@ import sys
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
@@ -53,6 +53,7 @@ def test_names_and_dtypes_are_each_others_inverse(name: str, dtype: np.dtype, bi
     assert not is_subbyte(name)
 
 
+@settings(deadline=None)
 @given(
     st.one_of(
         npst.scalar_dtypes(),
@@ -107,9 +108,19 @@ def test_descriptor_is_a_literal_and_never_evaluated() -> None:
         numpy_dtype("[__import__('os').getpid()]")
 
 
-def test_deeply_nested_descriptor_is_a_format_error() -> None:
+@pytest.mark.parametrize("nesting", ["[", "-", "[-", "[('x', "])
+@pytest.mark.parametrize("depth", [150, 3_000, 100_000])
+def test_deeply_nested_descriptor_is_a_format_error(nesting: str, depth: int) -> None:
     with pytest.raises(FormatError, match="unknown"):
-        numpy_dtype("[" * 100_000)
+        numpy_dtype("[" + nesting * depth + "1")
+
+
+@pytest.mark.parametrize(
+    "name", ["[()]", "[('x', ())]", "[1]", "[('x', '|u1', -1)]", f"[('x', '|u1', {2**70})]"]
+)
+def test_list_that_describes_no_record_is_a_format_error(name: str) -> None:
+    with pytest.raises(FormatError, match="unknown"):
+        numpy_dtype(name)
 
 
 @pytest.mark.parametrize("name", ["|O", "[('x', '|O')]"])

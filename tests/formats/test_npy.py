@@ -19,7 +19,7 @@ from headrace.errors import FormatError
 from headrace.formats.catalog import Catalog
 from headrace.formats.dtypes import numpy_dtype
 from headrace.formats.npy import read_catalog
-from headrace.testing.format_suite import FormatSuite
+from headrace.testing import FormatSuite
 
 
 class TestNpy(FormatSuite):
@@ -217,6 +217,7 @@ FORGED = {
     "empty but too long": header_of(shape=f"(0, {2**62}, 8)"),
     "axis of 4,000 digits": header_of(shape=f"({'9' * 4_000}, {'9' * 4_000})"),
     "axis of 5,000 digits": header_of(shape=f"({'9' * 5_000},)"),
+    "truth value for an axis": header_of(shape="(True, 4)"),
     "fractional axis": header_of(shape="(4.0,)"),
     "number for a shape": header_of(shape="4"),
     "list for a shape": header_of(shape="[4]"),
@@ -243,7 +244,8 @@ FORGED = {
     "bad indent": "  1\n 2\n",
     "null byte": header_of() + "\0",
     "deep nesting": "(" * 9_000,
-    "deep sum": "-" * 9_000 + "1",
+    "deep sum": "-" * 3_000 + "1",
+    "deeper sum": "-" * 9_000 + "1",
     "nothing": "",
     "too long to be parsed": header_of() + " " * 10_000,
 }

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.errors import FormatError, ShortRead
@@ -99,6 +99,7 @@ def test_unknown_dtype_is_a_format_error() -> None:
         describe_raw("data.bin", 20, dtype="float32", shape=(1,))
 
 
+@settings(deadline=None)
 @given(
     content=st.binary(min_size=16, max_size=64),
     dtype=st.sampled_from(["U8", "I16", "F32", "F64", ">u4", "<c16"]),

@@ -7,24 +7,32 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from headrace.memory.buffer import Buffer
-from headrace.planning.plan import Transfer
+from headrace.planning.plan import Piece, Transfer, cut
 from headrace.storage.source import Source
-from headrace.types import ByteRange, Route, windows
+from headrace.types import Route
 
 _PROGRESS_INTERVAL_S = 0.1
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
-    """One window of one transfer: what a worker does at a time."""
+class Job(NamedTuple):
+    """One window of one transfer: what a worker does at a time.
+
+    A tuple, since thousands are made before the first byte moves.
+    """
 
     transfer: Transfer
     """The stretch that it is a part of."""
-    window: ByteRange
-    """Its part of the file."""
+    start: int
+    """First byte of its part of the file."""
+    stop: int
+    """End of its part of the file, exclusive."""
+
+    def pieces(self) -> list[Piece]:
+        """Wanted bytes of the window, and where they go."""
+        return cut(self.transfer.pieces, self.start, self.stop)
 
 
 @dataclass(slots=True)
@@ -35,8 +43,6 @@ class Tally:
     """Wanted bytes that were read."""
     read_seconds: float = 0.0
     """Wall seconds inside read calls."""
-    wait_seconds: float = 0.0
-    """Wall seconds waiting for copies to the GPU."""
     cpu_seconds: float = 0.0
     """User and system seconds of the worker's thread."""
 
@@ -53,8 +59,6 @@ class Stats:
     """How we know which way they went."""
     read_seconds: float
     """Wall seconds in read calls, summed over the workers."""
-    wait_seconds: float
-    """Wall seconds waiting for copies to the GPU, summed over the workers."""
     cpu_seconds: float
     """User and system seconds of the workers."""
 
@@ -77,10 +81,14 @@ class Cargo:
     """Called now and then, in the calling thread, with the bytes moved so far."""
 
     def jobs(self) -> Iterator[Job]:
-        """The transfers, cut into windows of at most one block."""
+        """The transfers, cut at the multiples of the block size in the file."""
+        step = self.block_nbytes
         for transfer in self.transfers:
-            for window in windows(transfer.file_range, self.block_nbytes):
-                yield Job(transfer, window)
+            start, end = transfer.file_range.start, transfer.file_range.stop
+            while start < end:
+                stop = min(start - start % step + step, end)
+                yield Job(transfer, start, stop)
+                start = stop
 
     @property
     def nbytes(self) -> int:
@@ -217,6 +225,5 @@ def total(route: Route, tallies: Sequence[Tally], evidence: str) -> Stats:
         nbytes=sum(tally.moved_nbytes for tally in tallies),
         evidence=evidence,
         read_seconds=sum(tally.read_seconds for tally in tallies),
-        wait_seconds=sum(tally.wait_seconds for tally in tallies),
         cpu_seconds=sum(tally.cpu_seconds for tally in tallies),
     )

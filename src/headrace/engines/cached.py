@@ -28,7 +28,7 @@ class CachedEngine:
 
 def _fill(sources: Sequence[Source], job: Job, block: Block) -> int:
     source = sources[job.transfer.source]
-    source.read([block.view[: job.window.nbytes]], job.window.start)
+    source.read([block.view[: job.stop - job.start]], job.start)
     if job.transfer.keep_clean:
-        source.forget(job.window)
-    return job.window.start
+        source.forget(job.start, job.stop)
+    return job.start

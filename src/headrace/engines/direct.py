@@ -14,11 +14,11 @@ from headrace.bindings.posix import DirectAlignment
 from headrace.bindings.pymemory import map_pages, view_memory
 from headrace.engines.base import Cargo, Job, Jobs, Stats, Tally, run_workers, total
 from headrace.engines.ring import Ring
-from headrace.memory.alignment import align_outward
+from headrace.memory.alignment import align_down, align_up
 from headrace.memory.pinned import Block
-from headrace.planning.plan import Piece, cut
+from headrace.planning.plan import Piece
 from headrace.storage.source import Source
-from headrace.types import ByteRange, Route
+from headrace.types import Route
 
 
 class DirectEngine:
@@ -50,19 +50,19 @@ class DirectEngine:
         """Read a window into a block, as `headrace.engines.ring.Fill` asks."""
         source = sources[job.transfer.source]
         alignment = self._alignments[job.transfer.source].offset
-        return _read_widened(source, job.window, alignment, block.view)
+        return _read_widened(source, job, alignment, block.view)
 
     def _work(self, cargo: Cargo, jobs: Jobs, tally: Tally) -> None:
         bounce: memoryview | None = None
         while (job := jobs.take()) is not None:
             source = cargo.sources[job.transfer.source]
             alignment = self._alignments[job.transfer.source]
-            pieces = tuple(cut(job.transfer.pieces, job.window))
+            pieces = job.pieces()
             began = time.perf_counter()
-            if not _read_straight(cargo, source, job.window, pieces, alignment):
+            if not _read_straight(cargo, source, job, pieces, alignment):
                 if bounce is None:
                     bounce = map_pages(cargo.block_nbytes)
-                first = _read_widened(source, job.window, alignment.offset, bounce)
+                first = _read_widened(source, job, alignment.offset, bounce)
                 _scatter(cargo, pieces, bounce, first)
             tally.read_seconds += time.perf_counter() - began
             tally.moved_nbytes += sum(piece.nbytes for piece in pieces)
@@ -71,26 +71,27 @@ class DirectEngine:
 def _read_straight(
     cargo: Cargo,
     source: Source,
-    window: ByteRange,
-    pieces: tuple[Piece, ...],
+    job: Job,
+    pieces: Sequence[Piece],
     alignment: DirectAlignment,
 ) -> bool:
     """Read a window without a bounce, if it is one piece whose ends and address are aligned."""
     piece = pieces[0]
     pointer = cargo.buffers[piece.buffer].pointer + piece.buffer_offset
-    whole = len(pieces) == 1 and piece.nbytes == window.nbytes
-    aligned = not (window.start | window.stop) % alignment.offset
+    whole = len(pieces) == 1 and piece.nbytes == job.stop - job.start
+    aligned = not (job.start | job.stop) % alignment.offset
     if not whole or not aligned or pointer % alignment.memory:
         return False
-    source.read_aligned(view_memory(pointer, piece.nbytes), window, piece.nbytes, alignment.offset)
+    view = view_memory(pointer, piece.nbytes)
+    source.read_aligned(view, job.start, piece.nbytes, alignment.offset)
     return True
 
 
-def _read_widened(source: Source, window: ByteRange, alignment: int, view: memoryview) -> int:
-    """Read the aligned window around `window`; file offset of the first byte in `view`."""
-    wide = align_outward(window, alignment)
-    source.read_aligned(view[: wide.nbytes], wide, window.stop - wide.start, alignment)
-    return wide.start
+def _read_widened(source: Source, job: Job, alignment: int, view: memoryview) -> int:
+    """Read the aligned window around a job's; file offset of the first byte in `view`."""
+    start, stop = align_down(job.start, alignment), align_up(job.stop, alignment)
+    source.read_aligned(view[: stop - start], start, job.stop - start, alignment)
+    return start
 
 
 def _scatter(cargo: Cargo, pieces: Sequence[Piece], block: memoryview, first: int) -> None:

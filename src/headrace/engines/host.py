@@ -9,7 +9,7 @@ from functools import partial
 from headrace.bindings.pymemory import view_memory
 from headrace.engines.base import Cargo, Jobs, Stats, Tally, run_workers, total
 from headrace.memory.buffer import Buffer
-from headrace.planning.plan import Piece, cut
+from headrace.planning.plan import Piece
 from headrace.storage.source import Source
 from headrace.types import Route
 
@@ -28,13 +28,13 @@ class HostEngine:
 def _work(cargo: Cargo, jobs: Jobs, tally: Tally) -> None:
     while (job := jobs.take()) is not None:
         source = cargo.sources[job.transfer.source]
-        pieces = tuple(cut(job.transfer.pieces, job.window))
+        pieces = job.pieces()
         began = time.perf_counter()
         read_pieces(source, pieces, cargo.buffers)
         tally.read_seconds += time.perf_counter() - began
         tally.moved_nbytes += sum(piece.nbytes for piece in pieces)
         if job.transfer.keep_clean:
-            source.forget(job.window)
+            source.forget(job.start, job.stop)
 
 
 def read_pieces(source: Source, pieces: Iterable[Piece], buffers: Sequence[Buffer]) -> None:

@@ -1,15 +1,15 @@
 """The ring: page-locked blocks that are filled from a file and drained into a GPU, in turn.
 
-Each worker has a stream of its own and at most `DEPTH` blocks: while one is copied to the GPU,
-the next is read. Blocks and streams go back to their pools when the worker ends.
+Each worker has at most `DEPTH` blocks, each with a stream of its own: while one is copied to the
+GPU, the next is read. Blocks and streams go back to their pools when the worker ends.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -18,25 +18,38 @@ from headrace.bindings.cuda import Cuda
 from headrace.engines.base import Cargo, Job, Jobs, Tally, run_workers
 from headrace.memory.buffer import Buffer
 from headrace.memory.pinned import Block, PinnedPool
-from headrace.planning.plan import cut
 
 DEPTH = 2
-"""Blocks of one worker; a third gained nothing (benchmarks/results)."""
+"""Blocks of one worker; a third gained nothing."""
 
 Fill = Callable[[Job, Block], int]
 """Reads the window of a job into a block; returns the file offset of the block's first byte."""
 
 
-@dataclass(slots=True)
-class Lane:
-    """One worker's stream, with an event for each of its blocks."""
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A block, and the stream that carries its copies.
 
+    One stream for each block, so that waiting for the stream is waiting for the block: an event
+    would cost each block one more call, and one more hand-over of the interpreter lock.
+    """
+
+    block: Block
+    """Page-locked memory."""
     stream: int
     """CUDA stream."""
-    events: list[int]
-    """Events, used in turn."""
-    blocks: deque[tuple[Block, int]] = field(default_factory=deque)
-    """Blocks in flight, oldest first, with the event that marks the end of their copies."""
+
+
+@dataclass(slots=True)
+class Lane:
+    """What one worker moves bytes with."""
+
+    streams: tuple[int, ...]
+    """One for each slot."""
+    event: int
+    """For ordering the streams after other work."""
+    slots: list[Slot] = field(default_factory=list)
+    """In use; empty while the lane is spare."""
 
 
 class Ring:
@@ -88,10 +101,11 @@ class Ring:
 
         def work(jobs: Jobs, tally: Tally) -> None:
             self._cuda.set_device(device)
-            with self._lane(device, tally) as lane:
+            with self._lane(device) as lane:
                 self._follow(lane, streams)
-                while jobs:
-                    self._move_one(lane, jobs, fill, cargo.buffers, tally)
+                for slot in self._free_slots(lane):
+                    if not self._move_one(slot, jobs, fill, cargo.buffers, tally):
+                        return
 
         return run_workers(work, cargo)
 
@@ -99,78 +113,69 @@ class Ring:
         """Destroy the streams and unlock the blocks; no transfer may be under way."""
         with self._lock:
             lanes, self._lanes = self._lanes, {}
-        for spare in lanes.values():
-            for lane in spare:
-                for event in lane.events:
-                    self._cuda.destroy_event(event)
-                self._cuda.destroy_stream(lane.stream)
+        for lane in itertools.chain.from_iterable(lanes.values()):
+            self._cuda.destroy_event(lane.event)
+            for stream in lane.streams:
+                self._cuda.destroy_stream(stream)
         self.pool.close()
 
+    def _free_slots(self, lane: Lane) -> Iterator[Slot]:
+        """Slots that nothing uses, without end: new ones at first, then the oldest again."""
+        for stream in lane.streams:
+            block = self.pool.try_take() if lane.slots else self.pool.take()
+            if block is None:  # the pool is drained: make do with those at hand
+                break
+            lane.slots.append(Slot(block, stream))
+            yield lane.slots[-1]
+        for slot in itertools.cycle(lane.slots):
+            self._cuda.synchronize_stream(slot.stream)
+            yield slot
+
     def _move_one(
-        self, lane: Lane, jobs: Jobs, fill: Fill, buffers: Sequence[Buffer], tally: Tally
-    ) -> None:
-        began = time.perf_counter()
-        block, event = self._claim(lane)
-        lane.blocks.append((block, event))
-        tally.wait_seconds += time.perf_counter() - began
+        self, slot: Slot, jobs: Jobs, fill: Fill, buffers: Sequence[Buffer], tally: Tally
+    ) -> bool:
+        """Move one job through a slot; False when there are no more jobs."""
         job = jobs.take()
         if job is None:
-            return
+            return False
         began = time.perf_counter()
-        first = fill(job, block)
+        base = slot.block.pointer - fill(job, slot.block)
         tally.read_seconds += time.perf_counter() - began
-        base = block.pointer - first
         copies = [
             (
                 buffers[piece.buffer].pointer + piece.buffer_offset,
                 base + piece.file_offset,
                 piece.nbytes,
             )
-            for piece in cut(job.transfer.pieces, job.window)
+            for piece in job.pieces()
         ]
-        self._cuda.copy_to_device(copies, lane.stream)
+        self._cuda.copy_to_device(copies, slot.stream)
         tally.moved_nbytes += sum(nbytes for _, _, nbytes in copies)
-        self._cuda.record_event(event, lane.stream)
-
-    def _claim(self, lane: Lane) -> tuple[Block, int]:
-        """A block that nothing uses: a new one, or the lane's oldest once its copies are done."""
-        if len(lane.blocks) < DEPTH:
-            block = self.pool.try_take() if lane.blocks else self.pool.take()
-            if block is not None:
-                used = {event for _, event in lane.blocks}
-                return block, next(event for event in lane.events if event not in used)
-        self._cuda.synchronize_event(lane.blocks[0][1])
-        return lane.blocks.popleft()
+        return True
 
     def _follow(self, lane: Lane, streams: list[int]) -> None:
         """Order the lane after work already queued on the streams that may use the buffers."""
         for stream in streams:
-            self._cuda.record_event(lane.events[0], stream)
-            self._cuda.wait_event(lane.stream, lane.events[0])
+            self._cuda.record_event(lane.event, stream)
+            for follower in lane.streams:
+                self._cuda.wait_event(follower, lane.event)
 
     @contextlib.contextmanager
-    def _lane(self, device: int, tally: Tally) -> Iterator[Lane]:
+    def _lane(self, device: int) -> Iterator[Lane]:
         """A lane for one worker; on the way out, no copy is under way and its blocks are back."""
         with self._lock:
             spare = self._lanes.setdefault(device, [])
             lane = spare.pop() if spare else None
         if lane is None:
-            lane = self._create_lane()
+            streams = tuple(self._cuda.create_stream() for _ in range(DEPTH))
+            lane = Lane(streams, self._cuda.create_event())
         try:
             yield lane
         finally:
-            began = time.perf_counter()
-            try:
-                self._cuda.synchronize_stream(lane.stream)
-            finally:
-                while lane.blocks:
-                    self.pool.give_back(lane.blocks.popleft()[0])
-                with self._lock:
-                    spare.append(lane)
-            tally.wait_seconds += time.perf_counter() - began
-
-    def _create_lane(self) -> Lane:
-        lane = Lane(self._cuda.create_stream(), [])
-        for _ in range(DEPTH):
-            lane.events.append(self._cuda.create_event())
-        return lane
+            with contextlib.ExitStack() as stack:  # each slot, even when the driver fails for one
+                for slot in lane.slots:
+                    stack.callback(self.pool.give_back, slot.block)
+                    stack.callback(self._cuda.synchronize_stream, slot.stream)
+            lane.slots.clear()
+            with self._lock:
+                spare.append(lane)

@@ -58,7 +58,6 @@ _NOT_A_DESCRIPTOR = (
     TypeError,
     SyntaxError,
     LookupError,
-    ArithmeticError,
     RecursionError,
     MemoryError,
 )

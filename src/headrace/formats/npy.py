@@ -26,8 +26,6 @@ _REFUSALS = (
     SyntaxError,
     tokenize.TokenError,
     LookupError,
-    ArithmeticError,
-    AttributeError,
     RecursionError,
     MemoryError,
 )
@@ -95,8 +93,9 @@ def _read_header(head: io.BytesIO) -> _Header:
         header = _read_header_3_0(head)
     else:
         raise ValueError(f"format version {version} is not (1, 0), (2, 0) or (3, 0)")
-    shape, is_fortran, dtype = header
-    return tuple(int(axis) for axis in shape), is_fortran, dtype
+    if any(isinstance(axis, bool) for axis in header[0]):
+        raise ValueError(f"shape is not valid: {header[0]}")
+    return header
 
 
 def _read_header_3_0(head: io.BytesIO) -> _Header:

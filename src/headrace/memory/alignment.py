@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from headrace.types import ByteRange
-
 
 def align_down(value: int, alignment: int) -> int:
     """Largest multiple of `alignment` that is not above `value`."""
@@ -13,8 +11,3 @@ def align_down(value: int, alignment: int) -> int:
 def align_up(value: int, alignment: int) -> int:
     """Smallest multiple of `alignment` that is not below `value`."""
     return -(-value // alignment) * alignment
-
-
-def align_outward(wanted: ByteRange, alignment: int) -> ByteRange:
-    """Smallest aligned range that covers `wanted`."""
-    return ByteRange(align_down(wanted.start, alignment), align_up(wanted.stop, alignment))

@@ -51,7 +51,7 @@ def buffer_from(obj: Any, pointer_device: Callable[[int], int | None]) -> Buffer
     BufferMismatch
         It is read-only, not contiguous, on another kind of device, or none of these protocols.
     """
-    if hasattr(obj, "__cuda_array_interface__") or _is_on_cuda(obj):
+    if _is_on_cuda(obj):
         return _from_gpu(obj, pointer_device)
     if hasattr(obj, "__array_interface__"):
         return _from_numpy(obj)
@@ -67,8 +67,9 @@ def buffer_from(obj: Any, pointer_device: Callable[[int], int | None]) -> Buffer
 
 
 def _is_on_cuda(obj: Any) -> bool:
+    # DLPack is asked first: torch raises KeyError from __cuda_array_interface__ for its fp8 types.
     if not hasattr(obj, "__dlpack_device__"):
-        return False
+        return hasattr(obj, "__cuda_array_interface__")
     try:
         return device_of(obj)[0]
     except ValueError as error:
@@ -77,13 +78,17 @@ def _is_on_cuda(obj: Any) -> bool:
 
 def _from_gpu(obj: Any, pointer_device: Callable[[int], int | None]) -> Buffer:
     """Prefer DLPack, whose producers order a stream for us; some types only CUDA arrays carry."""
+    refusal: BufferMismatch | None = None
     if hasattr(obj, "__dlpack__"):
         try:
             return _from_dlpack(obj, stream=LEGACY_STREAM)
-        except BufferMismatch:
-            if not hasattr(obj, "__cuda_array_interface__"):
-                raise
-    return _from_cuda_array(obj, pointer_device)
+        except BufferMismatch as error:
+            refusal = error
+    try:
+        interface = obj.__cuda_array_interface__
+    except (AttributeError, KeyError, RuntimeError, TypeError) as error:
+        raise refusal or BufferMismatch(f"{_kind(obj)}: {error}") from error
+    return _from_cuda_array(obj, interface, pointer_device)
 
 
 def _from_dlpack(obj: Any, stream: int | None) -> Buffer:
@@ -99,8 +104,9 @@ def _from_dlpack(obj: Any, stream: int | None) -> Buffer:
     return Buffer(export.pointer, export.nbytes, device, (obj, export.capsule), stream)
 
 
-def _from_cuda_array(obj: Any, pointer_device: Callable[[int], int | None]) -> Buffer:
-    interface = obj.__cuda_array_interface__
+def _from_cuda_array(
+    obj: Any, interface: dict[str, Any], pointer_device: Callable[[int], int | None]
+) -> Buffer:
     pointer, nbytes = _read_array_interface(obj, interface)
     index = pointer_device(pointer) if nbytes else 0
     if index is None:

@@ -47,6 +47,6 @@ def split(
 ) -> Iterator[tuple[Stretch, tuple[Piece, ...]]]:
     """Pieces of each stretch; those that span two are cut. A stretch of gaps alone is left out."""
     for stretch in stretches:
-        inside = tuple(cut(pieces, stretch.file_range))
+        inside = tuple(cut(pieces, stretch.file_range.start, stretch.file_range.stop))
         if inside:
             yield stretch, inside

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from operator import attrgetter
 
 from headrace.types import ByteRange, Route
 
@@ -91,23 +91,28 @@ class Plan:
         )
 
 
-def cut(pieces: tuple[Piece, ...], window: ByteRange) -> Iterator[Piece]:
-    """Pieces, or parts of them, inside a window of the file; in order.
+def cut(pieces: tuple[Piece, ...], start: int, stop: int) -> list[Piece]:
+    """Pieces, or parts of them, inside the window ``[start, stop)`` of the file; in order.
 
     Parameters
     ----------
     pieces
         Sorted by file offset, not overlapping.
-    window
-        Part of the file, in bytes.
+    start, stop
+        Window, in bytes of the file.
     """
-    first = bisect_right(pieces, window.start, key=lambda piece: piece.file_offset) - 1
+    first = bisect_right(pieces, start, key=_file_offset) - 1 if len(pieces) > 1 else 0
+    inside = []
     for index in range(max(first, 0), len(pieces)):
         piece = pieces[index]
-        if piece.file_offset >= window.stop:
-            return
-        start = max(piece.file_offset, window.start)
-        stop = min(piece.file_stop, window.stop)
-        if start < stop:
-            into = piece.buffer_offset + start - piece.file_offset
-            yield Piece(start, stop - start, piece.buffer, into)
+        lower = max(piece.file_offset, start)
+        upper = min(piece.file_stop, stop)
+        if lower < upper:
+            into = piece.buffer_offset + lower - piece.file_offset
+            inside.append(Piece(lower, upper - lower, piece.buffer, into))
+        if piece.file_stop >= stop:
+            break
+    return inside
+
+
+_file_offset = attrgetter("file_offset")

@@ -73,13 +73,13 @@ def measure_residency(
     file_system
         Its type, as in ``/proc/self/mountinfo``.
     """
+    taken_as = tuple(Stretch(part, True) for part in wanted)
     if file_system in ALWAYS_RESIDENT:
-        stretches = tuple(Stretch(part, True) for part in wanted)
         why = f"{file_system} keeps its files in memory"
-        return Residency(stretches, sum(part.nbytes for part in wanted), "by nature", why)
+        return Residency(taken_as, sum(part.nbytes for part in wanted), "by nature", why)
     method, why, count = _pick_method(source, file_system)
     if count is None:
-        return Residency(tuple(Stretch(part, True) for part in wanted), 0, method, why)
+        return Residency(taken_as, 0, method, why)
     stretches: list[Stretch] = []
     resident = 0
     for part in wanted:

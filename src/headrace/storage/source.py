@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from headrace.bindings.posix import Files
 from headrace.errors import ShortRead, SourceChanged
 from headrace.memory.alignment import align_down
-from headrace.types import ByteRange
 
 _IOV_MAX = 1024  # most buffers of one preadv(2) on Linux
 
@@ -95,23 +94,26 @@ class Source:
         OSError
             A read failed.
         """
+        if len(views) == 1 and self._preadv(self._fd, views, file_offset) == len(views[0]):
+            return  # nearly every read is one block that arrives whole
         for first in range(0, len(views), _IOV_MAX):
             group = list(views[first : first + _IOV_MAX])
             file_offset = self._fill(group, file_offset)
 
     def read_aligned(
-        self, view: memoryview, window: ByteRange, needed_nbytes: int, alignment: int
+        self, view: memoryview, file_offset: int, needed_nbytes: int, alignment: int
     ) -> None:
-        """Read a window through O_DIRECT into the start of `view`.
+        """Fill a view through O_DIRECT.
 
         Parameters
         ----------
         view
-            Memory whose address and length satisfy the file's alignment.
-        window
-            Part of the file, both ends aligned; it may reach past the end of the file.
+            Memory whose address and length satisfy the file's alignment; it may reach past the
+            end of the file.
+        file_offset
+            Where the view begins in the file; aligned.
         needed_nbytes
-            How many bytes from the start of the window must arrive.
+            How many bytes from the start of the view must arrive.
         alignment
             What O_DIRECT demands of offsets, in bytes.
 
@@ -124,21 +126,21 @@ class Source:
             raise ValueError(f"{self.path}: call open_direct() before read_aligned()")
         done = 0
         while done < needed_nbytes:
-            count = self._preadv(self._direct_fd, [view[done : window.nbytes]], window.start + done)
+            count = self._preadv(self._direct_fd, [view[done:]], file_offset + done)
             if count == 0:
-                raise self._ended(window.start + done, window.start + needed_nbytes)
+                raise self._ended(file_offset + done, file_offset + needed_nbytes)
             if done + count >= needed_nbytes:
                 return
             resumed = align_down(done + count, alignment)
             if resumed <= done:
                 # O_DIRECT made no aligned progress: let the page cache serve the rest.
-                self.read([view[done:needed_nbytes]], window.start + done)
+                self.read([view[done:needed_nbytes]], file_offset + done)
                 return
             done = resumed
 
-    def forget(self, window: ByteRange) -> None:
+    def forget(self, start: int, stop: int) -> None:
         """Drop a stretch from the page cache, as far as the kernel likes to."""
-        self._files.forget(self._fd, window.start, window.nbytes)
+        self._files.forget(self._fd, start, stop - start)
 
     def verify_unchanged(self) -> None:
         """Check that path and file are still what was opened.

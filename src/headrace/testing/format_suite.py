@@ -6,8 +6,7 @@
         def write(self, path, arrays): my_format.save(path, arrays)
         def read_catalog(self, path): return my_reader.read_catalog(path)
 
-Call ``pytest.register_assert_rewrite("headrace.testing.format_suite")`` in a conftest to see values
-in failures.
+Import it as ``from headrace.testing import FormatSuite``: failures then show their values.
 """
 
 # ruff: noqa: D102 (the names of tests are sentences and stand for docstrings)

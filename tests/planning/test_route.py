@@ -1,0 +1,206 @@
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import pytest
+
+from headrace.options import Options
+from headrace.planning.route import SMALL_NBYTES, Choice, choose
+from headrace.types import HOST, Device, Route
+from tests.support import CUDA, make_facts, reason_of
+
+MIB, GIB = 1 << 20, 1 << 30
+
+
+def pick(
+    device: Device,
+    *,
+    resident: bool = False,
+    missing: int = GIB,
+    forced: str | None = None,
+    reuse: Any = "auto",
+    strict: bool = False,
+    block: int = 4 * MIB,
+    **facts: Any,
+) -> Choice:
+    options = Options(reuse=reuse, strict=strict, block_nbytes=block, pinned_nbytes=256 * MIB)
+    route = None if forced is None else Route(forced)
+    return choose(resident, missing, device, make_facts(**facts), options, route)
+
+
+@pytest.mark.parametrize(
+    ("device", "situation", "route"),
+    [
+        (HOST, {"resident": True}, "host"),
+        (HOST, {"resident": False}, "direct"),
+        (HOST, {"resident": False, "gpu": False}, "direct"),
+        (HOST, {"resident": False, "gpu": None}, "direct"),
+        (HOST, {"resident": False, "missing": SMALL_NBYTES - 1}, "host"),
+        (HOST, {"resident": False, "missing": SMALL_NBYTES}, "direct"),
+        (HOST, {"resident": False, "direct": False}, "host"),
+        (HOST, {"resident": False, "direct": None}, "host"),
+        (HOST, {"resident": True, "direct": False, "strict": True}, "host"),
+        (HOST, {"resident": False, "reuse": "many"}, "host"),
+        (HOST, {"resident": False, "reuse": "many", "missing": 32 * GIB}, "host"),
+        (HOST, {"resident": False, "reuse": "many", "missing": 32 * GIB + 1}, "direct"),
+        (HOST, {"resident": False, "reuse": "many", "available": None}, "host"),
+        (HOST, {"resident": False, "reuse": "many", "available": 0}, "direct"),
+        (HOST, {"resident": False, "reuse": "once"}, "direct"),
+        (HOST, {"resident": True, "reuse": "once"}, "host"),
+        (HOST, {"resident": True, "forced": "host"}, "host"),
+        (HOST, {"resident": True, "forced": "direct"}, "direct"),
+        (HOST, {"resident": False, "forced": "host"}, "host"),
+        (HOST, {"resident": False, "forced": "host", "direct": False, "strict": True}, "host"),
+        (HOST, {"resident": False, "alignment": 8 * MIB}, "host"),
+        (HOST, {"resident": False, "alignment": 4 * MIB}, "direct"),
+        (CUDA, {"resident": True}, "cached"),
+        (CUDA, {"resident": False}, "direct"),
+        (CUDA, {"resident": False, "missing": SMALL_NBYTES - 1}, "cached"),
+        (CUDA, {"resident": False, "direct": False}, "cached"),
+        (CUDA, {"resident": False, "reuse": "many"}, "cached"),
+        (CUDA, {"resident": False, "reuse": "many", "available": GIB}, "direct"),
+        (CUDA, {"resident": True, "forced": "cached"}, "cached"),
+        (CUDA, {"resident": True, "forced": "direct"}, "direct"),
+        (CUDA, {"resident": True, "direct": False, "strict": True}, "cached"),
+    ],
+    ids=str,
+)
+def test_situation_has_its_route(device: Device, situation: dict[str, Any], route: str) -> None:
+    choice = pick(device, **situation)
+    assert choice.route == route
+    assert choice.why
+
+
+SITUATIONS = [
+    dict(zip(("device", "resident", "missing", "direct", "gpu", "reuse", "forced"), each, strict=True))
+    for each in product(
+        (HOST, CUDA),
+        (True, False),
+        (1, GIB),
+        (True, False),
+        (True, False),
+        ("auto", "once", "many"),
+        (None, *Route),
+    )
+]
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_every_route_is_taken_or_rejected_with_a_reason_and_none_is_both(strict: bool) -> None:
+    served = refused = 0
+    for situation in SITUATIONS:
+        impossible = impossible_routes(situation)
+        try:
+            choice = pick(**situation, strict=strict)
+        except Exception as error:  # noqa: BLE001 (looked at below)
+            refused += 1
+            assert type(error).__name__ == "RouteUnavailable"
+            check_refusal(situation, str(error), strict)
+            continue
+        served += 1
+        assert choice.route not in impossible
+        assert situation["forced"] in (None, choice.route)
+        assert {each.route for each in choice.rejections} == set(Route) - {choice.route}
+        assert len(choice.rejections) == len(Route) - 1
+        assert all(each.why for each in choice.rejections)
+        check_downgrade(situation, choice, strict)
+    assert served > 100
+    assert refused > 100
+
+
+def impossible_routes(situation: dict[str, Any]) -> set[str]:
+    """Routes that can serve in no way, by the facts alone."""
+    routes = {"mapped", "gds"}
+    if situation["device"] == HOST:
+        routes.add("cached")
+    else:
+        routes.add("host")
+        if not situation["gpu"]:
+            routes |= {"cached", "direct"}
+    return routes if situation["direct"] else routes | {"direct"}
+
+
+def check_refusal(situation: dict[str, Any], message: str, strict: bool) -> None:
+    impossible = impossible_routes(situation)
+    forced = situation["forced"]
+    if forced is not None:
+        assert forced in impossible
+        assert message.startswith(f"route {str(forced)!r} cannot serve: {forced}: ")
+    if "direct" in impossible and strict and "strict=True" in message:
+        assert "direct: DIRECT-FOUND (DIRECT-WHY) (DIRECT-REMEDY)" in message
+        return
+    for route in impossible:
+        assert f"{route}: " in message
+    if situation["device"] == CUDA and not situation["gpu"]:
+        assert message.count("GPU-FOUND: GPU-WHY (GPU-REMEDY)") == 2
+    elif not situation["direct"]:
+        assert "direct: DIRECT-FOUND (DIRECT-WHY) (DIRECT-REMEDY)" in message
+
+
+def check_downgrade(situation: dict[str, Any], choice: Choice, strict: bool) -> None:
+    """Only bytes that would have gone around the page cache are downgraded."""
+    wants_direct = (
+        situation["forced"] is None
+        and not situation["resident"]
+        and situation["missing"] == GIB
+        and situation["reuse"] != "many"
+    )
+    if wants_direct and not situation["direct"]:
+        assert not strict
+        assert choice.downgrade is not None
+        assert choice.downgrade in choice.rejections
+        assert (choice.downgrade.route, choice.downgrade.remedy) == ("direct", "DIRECT-REMEDY")
+        assert choice.downgrade.why in choice.why
+    else:
+        assert choice.downgrade is None
+        assert (choice.route == "direct") == (wants_direct or situation["forced"] == "direct")
+
+
+def test_forced_route_that_cannot_serve_names_all_reasons_and_remedies() -> None:
+    message = reason_of(lambda: pick(CUDA, forced="direct", gpu=False, direct=False))
+    assert message.startswith("route 'direct' cannot serve: direct: GPU-FOUND: GPU-WHY")
+    for part in ("GPU-REMEDY", "cached: GPU-FOUND", "host: the destination is cuda:0", "gds: "):
+        assert part in message
+
+
+@pytest.mark.xfail(
+    strict=True,
+    reason="_impossible keeps the first reason of a route: a machine without a GPU whose volume "
+    "also refuses O_DIRECT says only the former, so that the user mends one to meet the other",
+)
+def test_route_ruled_out_twice_says_both_reasons() -> None:
+    message = reason_of(lambda: pick(CUDA, forced="direct", gpu=False, direct=False))
+    assert "DIRECT-REMEDY" in message
+
+
+def test_gpu_that_is_missing_rules_out_every_route_to_it() -> None:
+    message = reason_of(lambda: pick(CUDA, gpu=False))
+    assert message.startswith("no route can serve: ")
+    assert [f"{route}: " in message for route in Route] == [True] * len(Route)
+    assert message.count("GPU-REMEDY") == 2
+
+
+def test_strict_refusal_says_which_route_is_missing_why_and_what_to_do() -> None:
+    message = reason_of(lambda: pick(CUDA, direct=False, strict=True))
+    assert message == (
+        "strict=True forbids cached in place of direct: DIRECT-FOUND (DIRECT-WHY) (DIRECT-REMEDY)"
+    )
+
+
+def test_block_that_does_not_fit_the_alignment_says_what_would() -> None:
+    message = reason_of(lambda: pick(HOST, forced="direct", block=4096, alignment=8192))
+    assert "blocks of 4096 bytes are no multiple of the alignment, 8192 bytes" in message
+    assert "set block_nbytes to a multiple of 8192" in message
+
+
+@pytest.mark.xfail(
+    strict=True,
+    reason="choose() lets 'not the best here' overwrite the fact that O_DIRECT is refused: DESIGN 2 "
+    "wants the fact that ruled a route out and what would change it",
+)
+def test_route_that_could_not_serve_is_not_called_merely_not_the_best() -> None:
+    choice = pick(HOST, resident=True, direct=False)
+    (direct,) = [each for each in choice.rejections if each.route == "direct"]
+    assert "DIRECT-FOUND" in direct.why
+    assert direct.remedy == "DIRECT-REMEDY"
