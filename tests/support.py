@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import mmap
 import os
@@ -13,6 +14,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -64,11 +66,11 @@ def write_random(path: Path, nbytes: int) -> bytes:
     return content
 
 
-def drop(path: Path, start: int = 0, nbytes: int = 0) -> None:
-    """Drop pages of a file from the page cache; from `start` to the end by default."""
+def drop(path: Path) -> None:
+    """Drop a file from the page cache; parts of it would not go where its folios are large."""
     with open(path, "rb", buffering=0) as file:
         os.fsync(file.fileno())
-        os.posix_fadvise(file.fileno(), start, nbytes, os.POSIX_FADV_DONTNEED)
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def warm(path: Path, start: int, nbytes: int) -> None:
@@ -183,3 +185,89 @@ def needs_mount(*arguments: str) -> None:
 def refuse(code: int) -> OSError:
     """Make the error that the operating system would raise."""
     return OSError(code, f"{errno.errorcode[code]}: {os.strerror(code)}")
+
+
+class _Tensor(ctypes.Structure):
+    """``DLTensor`` of dlpack.h, written down anew so that a slip in ours shows."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("device_type", ctypes.c_int),
+        ("device_id", ctypes.c_int32),
+        ("ndim", ctypes.c_int32),
+        ("code", ctypes.c_uint8),
+        ("bits", ctypes.c_uint8),
+        ("lanes", ctypes.c_uint16),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("byte_offset", ctypes.c_uint64),
+    )
+
+
+class _Managed(ctypes.Structure):
+    """``DLManagedTensor``, before version 1."""
+
+    _fields_ = (
+        ("tensor", _Tensor),
+        ("manager_ctx", ctypes.c_void_p),
+        ("deleter", ctypes.c_void_p),
+    )
+
+
+class _ManagedVersioned(ctypes.Structure):
+    """``DLManagedTensorVersioned``, since version 1."""
+
+    _fields_ = (
+        ("major", ctypes.c_uint32),
+        ("minor", ctypes.c_uint32),
+        ("manager_ctx", ctypes.c_void_p),
+        ("deleter", ctypes.c_void_p),
+        ("flags", ctypes.c_uint64),
+        ("tensor", _Tensor),
+    )
+
+
+class FakeProducer:
+    """A DLPack producer on any device, without that device."""
+
+    def __init__(
+        self,
+        pointer: int,
+        shape: tuple[int, ...],
+        *,
+        strides: tuple[int, ...] | None = None,
+        bits: int = 8,
+        lanes: int = 1,
+        byte_offset: int = 0,
+        device: tuple[int, int] = (2, 0),
+        readonly: bool = False,
+        versioned: bool = True,
+    ) -> None:
+        self.streams: list[int | None] = []
+        self._device = device
+        self._extents = (ctypes.c_int64 * max(len(shape), 1))(*shape)
+        self._steps = (ctypes.c_int64 * max(len(shape), 1))(*(strides or ()))
+        tensor = _Tensor(
+            pointer, *device, len(shape), 1, bits, lanes, self._extents, None, byte_offset
+        )
+        if strides is not None:
+            tensor.strides = ctypes.cast(self._steps, ctypes.POINTER(ctypes.c_int64))
+        self._record: ctypes.Structure
+        if versioned:
+            self._name = b"dltensor_versioned"
+            self._record = _ManagedVersioned(1, 0, None, None, int(readonly), tensor)
+        else:
+            self._name = b"dltensor"
+            self._record = _Managed(tensor, None, None)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self._device
+
+    def __dlpack__(
+        self, *, stream: int | None = None, max_version: tuple[int, int] | None = None
+    ) -> Any:
+        self.streams.append(stream)
+        new = ctypes.pythonapi.PyCapsule_New
+        new.restype = ctypes.py_object
+        new.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
+        return new(ctypes.addressof(self._record), self._name, None)

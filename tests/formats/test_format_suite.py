@@ -70,7 +70,7 @@ def fails(test: Callable[..., None], *arguments: object) -> bool:
     """Whether a test of the suite finds the fault."""
     try:
         test(*arguments)
-    except (AssertionError, KeyError):
+    except (AssertionError, KeyError, ExceptionGroup):  # Hypothesis groups several faults
         return True
     return False
 

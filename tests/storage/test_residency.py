@@ -114,7 +114,7 @@ def overlap(part: ByteRange, page: int) -> int:
     return max(0, min(part.stop, (page + 1) * PAGE) - max(part.start, page * PAGE))
 
 
-@pytest.mark.parametrize(("missing", "resident"), [(0, True), (1, True), (2, False), (16, False)])
+@pytest.mark.parametrize(("missing", "resident"), [(0, True), (1, True), (2, True), (3, False), (16, False)])
 def test_seven_pages_of_eight_make_a_granule_resident(
     sparse: Path, missing: int, resident: bool
 ) -> None:
@@ -213,7 +213,9 @@ def test_half_resident_file_has_two_stretches(tmp_path: Path, method: str, start
 def test_hole_of_one_granule_is_found(tmp_path: Path) -> None:
     path = disk_folder(tmp_path) / "file"
     write_random(path, 2 * MIB)
-    drop(path, 32 * PAGE, 16 * PAGE)
+    drop(path)
+    warm(path, 0, 32 * PAGE)
+    warm(path, 48 * PAGE, 2 * MIB - 48 * PAGE)
     found = measure(path)
     assert states(found) == [
         (0, 32 * PAGE, True),
@@ -226,7 +228,8 @@ def test_hole_of_one_granule_is_found(tmp_path: Path) -> None:
 def test_only_the_wanted_ranges_are_looked_at(tmp_path: Path) -> None:
     path = disk_folder(tmp_path) / "file"
     write_random(path, 2 * MIB)
-    drop(path, 0, MIB)
+    drop(path)
+    warm(path, MIB, MIB)
     wanted = ByteRange(5, 1000), ByteRange(MIB + 1, MIB + 9000), ByteRange(2 * MIB - 1, 2 * MIB)
     found = measure(path, *wanted)
     assert states(found) == [

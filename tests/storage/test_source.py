@@ -18,7 +18,6 @@ from headrace.errors import ShortRead, SourceChanged
 from headrace.memory.alignment import align_up
 from headrace.storage.source import Source
 from headrace.testing import FaultyFiles
-from headrace.types import ByteRange
 from tests.support import (
     PAGE,
     TIMEOUT_S,
@@ -292,7 +291,7 @@ def test_replaced_file_is_not_opened_around_the_page_cache(tmp_path: Path) -> No
 def test_aligned_read_without_open_direct_says_what_to_call(sample: tuple[Path, bytes]) -> None:
     path, _ = sample
     with open_source(path) as source, pytest.raises(ValueError, match="call open_direct"):
-        source.read_aligned(map_pages(PAGE), ByteRange(0, PAGE), PAGE, PAGE)
+        source.read_aligned(map_pages(PAGE), 0, PAGE, PAGE)
 
 
 @settings(deadline=None)
@@ -313,13 +312,13 @@ def test_aligned_read_brings_the_needed_bytes_however_short_the_counts(
 ) -> None:
     path, content = sample
     folder_with_direct(path.parent)
-    window = ByteRange(first * PAGE, (first + pages) * PAGE)
-    needed = min(window.nbytes - missing, len(content) - window.start)
-    view = map_pages(window.nbytes)
+    start = first * PAGE
+    needed = min(pages * PAGE - missing, len(content) - start)
+    view = map_pages(pages * PAGE)
     with open_source(path, FaultyFiles(short_reads=short, eintr_every=eintr)) as source:
         source.open_direct()
-        source.read_aligned(view, window, needed, PAGE)
-    assert bytes(view[:needed]) == content[window.start : window.start + needed]
+        source.read_aligned(view, start, needed, PAGE)
+    assert bytes(view[:needed]) == content[start : start + needed]
 
 
 class Stingy(FaultyFiles):
@@ -339,7 +338,7 @@ def test_aligned_read_without_aligned_progress_is_served_by_the_page_cache(
     view, files = map_pages(2 * PAGE), Stingy()
     with open_source(path, files) as source:
         source.open_direct()
-        source.read_aligned(view, ByteRange(PAGE, 3 * PAGE), 2 * PAGE, PAGE)
+        source.read_aligned(view, PAGE, 2 * PAGE, PAGE)
     assert bytes(view) == content[PAGE : 3 * PAGE]
     assert files.buffered_nbytes == 2 * PAGE
 
@@ -351,9 +350,7 @@ def test_aligned_read_past_the_end_is_a_short_read(sample: tuple[Path, bytes]) -
     with open_source(path) as source:
         source.open_direct()
         with pytest.raises(ShortRead, match=f"ends at byte {stop}|ends at byte {len(content)}"):
-            source.read_aligned(
-                map_pages(2 * PAGE), ByteRange(stop - PAGE, stop + PAGE), 2 * PAGE, PAGE
-            )
+            source.read_aligned(map_pages(2 * PAGE), stop - PAGE, 2 * PAGE, PAGE)
 
 
 def test_aligned_read_of_a_truncated_file_is_a_source_changed_error(tmp_path: Path) -> None:
@@ -362,7 +359,7 @@ def test_aligned_read_of_a_truncated_file_is_a_source_changed_error(tmp_path: Pa
     with open_source(path, FaultyFiles(truncate_after=0, to=PAGE + 5)) as source:
         source.open_direct()
         with pytest.raises(SourceChanged, match=f"truncated from {4 * PAGE} to {PAGE + 5}"):
-            source.read_aligned(map_pages(4 * PAGE), ByteRange(0, 4 * PAGE), 4 * PAGE, PAGE)
+            source.read_aligned(map_pages(4 * PAGE), 0, 4 * PAGE, PAGE)
 
 
 def test_bytes_beyond_the_needed_ones_stay_out_of_short_views(sample: tuple[Path, bytes]) -> None:
@@ -378,7 +375,7 @@ def test_forget_passes_the_range_on(sample: tuple[Path, bytes]) -> None:
     path, _ = sample
     files = FaultyFiles()
     with open_source(path, files) as source:
-        source.forget(ByteRange(PAGE, 3 * PAGE))
+        source.forget(PAGE, 3 * PAGE)
     assert files.forgotten_nbytes == 2 * PAGE
 
 

@@ -46,12 +46,9 @@ class Rig:
 
 @pytest.fixture
 def rig() -> Rig:
-    return Rig(FakeCuda())
-
-
-def test_fake_cuda_is_a_cuda() -> None:
     cuda: Cuda = FakeCuda()
-    assert cuda.device_count() == 1
+    assert isinstance(cuda, FakeCuda)
+    return Rig(cuda)
 
 
 def test_copy_does_nothing_until_its_stream_is_synchronized(rig: Rig) -> None:

@@ -104,7 +104,8 @@ class Ring:
             with self._lane(device) as lane:
                 self._follow(lane, streams)
                 for slot in self._free_slots(lane):
-                    if not self._move_one(slot, jobs, fill, cargo.buffers, tally):
+                    self._move_one(slot, jobs, fill, cargo.buffers, tally)
+                    if not jobs:  # look before another block is taken
                         return
 
         return run_workers(work, cargo)
@@ -133,11 +134,11 @@ class Ring:
 
     def _move_one(
         self, slot: Slot, jobs: Jobs, fill: Fill, buffers: Sequence[Buffer], tally: Tally
-    ) -> bool:
-        """Move one job through a slot; False when there are no more jobs."""
+    ) -> None:
+        """Move the next job, if there is one, through a slot."""
         job = jobs.take()
         if job is None:
-            return False
+            return
         began = time.perf_counter()
         base = slot.block.pointer - fill(job, slot.block)
         tally.read_seconds += time.perf_counter() - began
@@ -151,7 +152,6 @@ class Ring:
         ]
         self._cuda.copy_to_device(copies, slot.stream)
         tally.moved_nbytes += sum(nbytes for _, _, nbytes in copies)
-        return True
 
     def _follow(self, lane: Lane, streams: list[int]) -> None:
         """Order the lane after work already queued on the streams that may use the buffers."""
@@ -159,6 +159,10 @@ class Ring:
             self._cuda.record_event(lane.event, stream)
             for follower in lane.streams:
                 self._cuda.wait_event(follower, lane.event)
+            if self.pool.failure is not None:
+                # A copy from ordinary memory may wait inside the driver, with the interpreter
+                # lock held, for work that needs that lock: let that work end first.
+                self._cuda.synchronize_event(lane.event)
 
     @contextlib.contextmanager
     def _lane(self, device: int) -> Iterator[Lane]:

@@ -65,7 +65,7 @@ def read_catalog(path: str) -> Catalog:
     except _REFUSALS as error:
         raise FormatError(
             f"{path} ({file_nbytes} bytes) is no valid .npy file: {str(error)[:500]}; "
-            f"{guess_kind(head.getvalue())}"
+            f"{guess_kind(head.getvalue().removeprefix(np.lib.format.MAGIC_PREFIX))}"
         ) from error
     start = head.tell()
     try:

@@ -59,6 +59,11 @@ class PinnedPool:
         with self._changed:
             return sum(len(block.view) for block in self._made if block.pinned)
 
+    @property
+    def failure(self) -> str | None:
+        """Why the system gave no (more) page-locked memory; None while it did."""
+        return self._failure
+
     def prepare(self) -> str | None:
         """Make sure that there is a block to work with.
 

@@ -37,7 +37,8 @@ class FaultyFiles:
     eintr_every: int | None = None
     """Each so many-th read raises InterruptedError before a byte is read; at least 2."""
     truncate_after: int | None = None
-    """Cut the file to `to` bytes after so many bytes."""
+    """Cut the file to `to` bytes after so many bytes; its mtime stays, as if all had happened
+    within one tick of the file system's clock."""
     to: int = 0
     """Size after `truncate_after`, in bytes."""
     rewrite_after: int | None = None
@@ -89,7 +90,7 @@ class FaultyFiles:
     def open(self, path: str, *, direct: bool = False) -> int:
         """See `Files.open`."""
         if direct and self.refuse_direct:
-            _refuse(errno.EINVAL, "open with O_DIRECT", path)
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL), path)
         fd = self.inner.open(path, direct=direct)
         with self._lock:
             self.opens += 1
@@ -99,7 +100,7 @@ class FaultyFiles:
     def close(self, fd: int) -> None:
         """See `Files.close`; OSError(EBADF) for a descriptor that is not open here."""
         with self._lock:
-            self._find(fd, "close")
+            self._find(fd)
             # Before the real close: the number may be given away again at once.
             del self._open[fd]
         self.inner.close(fd)
@@ -114,12 +115,12 @@ class FaultyFiles:
 
     def preadv(self, fd: int, views: Sequence[memoryview], file_offset: int) -> int:
         """See `Files.preadv`."""
-        path, direct = self._find(fd, "preadv")
+        path, direct = self._find(fd)
         self._count_read(path)
         views = _cut_views(views, self._read_limit(fd, direct))
         stop = file_offset + sum(view.nbytes for view in views)
         if self.eio_at is not None and file_offset <= self.eio_at < stop:
-            _refuse(errno.EIO, f"preadv of [{file_offset}, {stop})", path)
+            _refuse(errno.EIO, f"preadv of [{file_offset}, {stop})")
         done = self.inner.preadv(fd, views, file_offset)
         with self._lock:
             self.direct_nbytes += done if direct else 0
@@ -135,20 +136,20 @@ class FaultyFiles:
 
     def cached_pages(self, fd: int, file_offset: int, nbytes: int) -> int:
         """See `Files.cached_pages`."""
-        path, _ = self._find(fd, "cachestat")
+        self._find(fd)
         if self.no_cachestat:
-            _refuse(errno.ENOSYS, "cachestat", path)
+            _refuse(errno.ENOSYS, "cachestat")
         if self.deny_cachestat:
-            _refuse(errno.EPERM, "cachestat", path)
+            _refuse(errno.EPERM, "cachestat")
         if self.resident is not None:
             return self.resident(file_offset, nbytes)
         return self.inner.cached_pages(fd, file_offset, nbytes)
 
     def mapped_pages(self, fd: int, file_offset: int, nbytes: int) -> int:
         """See `Files.mapped_pages`."""
-        path, _ = self._find(fd, "mincore")
+        self._find(fd)
         if self.no_mincore:
-            _refuse(errno.ENOSYS, "mincore", path)
+            _refuse(errno.ENOSYS, "mincore")
         if self.resident is not None:
             return self.resident(file_offset, nbytes)
         return self.inner.mapped_pages(fd, file_offset, nbytes)
@@ -157,10 +158,10 @@ class FaultyFiles:
         """See `Files.direct_alignment`."""
         return None if self.no_dioalign else self.inner.direct_alignment(fd)
 
-    def _find(self, fd: int, call: str) -> tuple[str, bool]:
+    def _find(self, fd: int) -> tuple[str, bool]:
         with self._lock:
             if fd not in self._open:
-                _refuse(errno.EBADF, call, f"descriptor {fd}")
+                _refuse(errno.EBADF, f"descriptor {fd}")
             return self._open[fd]
 
     def _count_read(self, path: str) -> None:
@@ -168,7 +169,7 @@ class FaultyFiles:
             self.reads += 1
             self._change(path)
             if self.eintr_every is not None and self.reads % self.eintr_every == 0:
-                _refuse(errno.EINTR, f"preadv number {self.reads}", path)
+                _refuse(errno.EINTR, f"preadv number {self.reads}")
 
     def _read_limit(self, fd: int, direct: bool) -> int | None:
         if self.short_reads is None or not direct:
@@ -181,7 +182,7 @@ class FaultyFiles:
         """Do to the file what is due by now; each change only once."""
         if self.truncate_after is not None and self.nbytes_read >= self.truncate_after:
             self.truncate_after = None
-            os.truncate(path, self.to)
+            _truncate(path, self.to)
         if self.rewrite_after is not None and self.nbytes_read >= self.rewrite_after:
             self.rewrite_after = None
             _invert(path, path)
@@ -214,6 +215,12 @@ def _cut_views(views: Sequence[memoryview], limit: int | None) -> list[memoryvie
     return kept
 
 
+def _truncate(path: str, nbytes: int) -> None:
+    before = os.stat(path)
+    os.truncate(path, nbytes)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
 def _invert(path: str, target: str) -> None:
     """Write the inverted bytes of one file to another, or to itself, and move its mtime."""
     with open(path, "rb") as source, open(target, "r+b" if path == target else "wb") as changed:
@@ -224,5 +231,6 @@ def _invert(path: str, target: str) -> None:
     os.utime(target, ns=(later, later))
 
 
-def _refuse(code: int, call: str, subject: str) -> NoReturn:
-    raise OSError(code, f"{call}: {errno.errorcode[code]}: {os.strerror(code)}", subject)
+def _refuse(code: int, call: str) -> NoReturn:
+    """Raise what the kernel says, which for calls on a descriptor knows no file name."""
+    raise OSError(code, f"{call}: {errno.errorcode[code]}: {os.strerror(code)}")

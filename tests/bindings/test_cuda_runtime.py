@@ -1,0 +1,181 @@
+from __future__ import annotations
+
+import enum
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from headrace.bindings.cuda import CudaRuntime
+from headrace.errors import DeviceError
+
+
+class Code(enum.IntEnum):
+    cudaSuccess = 0  # noqa: N815 (CUDA's name)
+    cudaErrorMemoryAllocation = 2  # noqa: N815
+    cudaErrorNoDevice = 100  # noqa: N815
+
+
+class Kind(enum.IntEnum):
+    cudaMemcpyHostToDevice = 1  # noqa: N815
+
+
+class Where(enum.IntEnum):
+    cudaMemoryTypeHost = 1  # noqa: N815
+    cudaMemoryTypeDevice = 2  # noqa: N815
+    cudaMemoryTypeManaged = 3  # noqa: N815
+
+
+class Order(enum.IntEnum):
+    cudaMemcpySrcAccessOrderStream = 1  # noqa: N815
+
+
+class Recorder:
+    """Stands for ``cuda.bindings.runtime``: answers as told, and notes every call."""
+
+    cudaError_t = Code
+    cudaMemcpyKind = Kind
+    cudaMemoryType = Where
+    cudaMemcpySrcAccessOrder = Order
+    cudaMemcpyAttributes = types.SimpleNamespace
+    cudaHostRegisterPortable = 1
+    cudaStreamNonBlocking = 1
+    cudaEventDisableTiming = 2
+
+    def __init__(self, version: int = 13000, **answers: Any) -> None:
+        self.CUDART_VERSION = version
+        self.answers = answers
+        self.calls: list[tuple[Any, ...]] = []
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        if not name.startswith("cuda"):
+            raise AttributeError(name)
+
+        def call(*arguments: Any) -> Any:
+            self.calls.append((name, *arguments))
+            answer = self.answers.get(name, (Code.cudaSuccess, 7))
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+
+        return call
+
+    def cudaGetErrorString(self, code: int) -> tuple[Code, bytes]:  # noqa: N802
+        return Code.cudaSuccess, b"the text of it"
+
+
+@pytest.fixture
+def make(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[CudaRuntime, Recorder]]:
+    def build(**arguments: Any) -> tuple[CudaRuntime, Recorder]:
+        recorder = Recorder(**arguments)
+        bindings = types.ModuleType("cuda.bindings")
+        bindings.runtime = recorder  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, "cuda", types.ModuleType("cuda"))
+        monkeypatch.setitem(sys.modules, "cuda.bindings", bindings)
+        return CudaRuntime(), recorder
+
+    return build
+
+
+def test_without_the_bindings_the_class_is_an_import_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "cuda", None)
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
+    with pytest.raises(ImportError):
+        CudaRuntime()
+
+
+def test_code_that_is_no_success_is_a_device_error_with_call_name_number_and_text(
+    make: Callable[..., tuple[CudaRuntime, Recorder]],
+) -> None:
+    cuda, _ = make(cudaHostRegister=(Code.cudaErrorMemoryAllocation,))
+    with pytest.raises(DeviceError) as caught:
+        cuda.register_host(4096, 8192)
+    assert str(caught.value) == (
+        "cudaHostRegister failed: cudaErrorMemoryAllocation (2): the text of it"
+    )
+
+
+def test_driver_that_is_not_there_is_a_device_error(
+    make: Callable[..., tuple[CudaRuntime, Recorder]],
+) -> None:
+    cuda, _ = make(cudaGetDeviceCount=RuntimeError('Failed to dlopen "libcuda.so.1"'))
+    with pytest.raises(DeviceError, match="libcuda"):
+        cuda.device_count()
+
+
+def test_no_device_is_a_count_of_zero(
+    make: Callable[..., tuple[CudaRuntime, Recorder]],
+) -> None:
+    cuda, _ = make(cudaGetDeviceCount=(Code.cudaErrorNoDevice, None))
+    assert cuda.device_count() == 0
+
+
+@pytest.mark.parametrize(
+    ("where", "device"),
+    [
+        (Where.cudaMemoryTypeDevice, 3),
+        (Where.cudaMemoryTypeManaged, 3),
+        (Where.cudaMemoryTypeHost, None),
+    ],
+)
+def test_device_of_a_pointer_is_told_for_device_memory_only(
+    make: Callable[..., tuple[CudaRuntime, Recorder]], where: Where, device: int | None
+) -> None:
+    attributes = types.SimpleNamespace(type=where, device=3)
+    cuda, _ = make(cudaPointerGetAttributes=(Code.cudaSuccess, attributes))
+    assert cuda.pointer_device(4096) == device
+
+
+@pytest.mark.parametrize("version", [12090, 13000])
+@pytest.mark.parametrize("count", [1, 3, 4, 100])
+def test_every_copy_is_asked_for_once_in_a_batch_or_alone(
+    make: Callable[..., tuple[CudaRuntime, Recorder]], version: int, count: int
+) -> None:
+    cuda, recorder = make(version=version)
+    copies = [(1000 + n, 2000 + n, 30 + n) for n in range(count)]
+    cuda.copy_to_device(copies, 9)
+    if len(recorder.calls) == 1 and count > 1:
+        (call,) = recorder.calls
+        assert call[0] == "cudaMemcpyBatchAsync"
+        assert version >= 13000
+        assert list(zip(*call[1:4], strict=True)) == copies
+        assert call[4] == count
+        assert call[-1] == 9
+    else:
+        kind = Kind.cudaMemcpyHostToDevice
+        assert recorder.calls == [("cudaMemcpyAsync", *copy, kind, 9) for copy in copies]
+
+
+def test_failed_batch_is_a_device_error(
+    make: Callable[..., tuple[CudaRuntime, Recorder]],
+) -> None:
+    cuda, _ = make(cudaMemcpyBatchAsync=(Code.cudaErrorMemoryAllocation,))
+    with pytest.raises(DeviceError, match="cudaMemcpyBatchAsync failed"):
+        cuda.copy_to_device([(1, 2, 3)] * 50, 9)
+
+
+def test_handles_come_back_as_integers(
+    make: Callable[..., tuple[CudaRuntime, Recorder]],
+) -> None:
+    cuda, recorder = make(cudaStreamWaitEvent=(Code.cudaSuccess,))
+    stream, event = cuda.create_stream(), cuda.create_event()
+    assert (type(stream), type(event)) == (int, int)
+    cuda.record_event(event, stream)
+    cuda.wait_event(stream, event)
+    cuda.synchronize_stream(stream)
+    cuda.synchronize_event(event)
+    cuda.destroy_event(event)
+    cuda.destroy_stream(stream)
+    names = [call[0] for call in recorder.calls]
+    assert names[-6:] == [
+        "cudaEventRecord",
+        "cudaStreamWaitEvent",
+        "cudaStreamSynchronize",
+        "cudaEventSynchronize",
+        "cudaEventDestroy",
+        "cudaStreamDestroy",
+    ]

@@ -1,0 +1,140 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from headrace.bindings.sysfs import Linux, Mount, read_mounts
+from tests.support import RecordedSystem
+
+MOUNTINFO = "/proc/self/mountinfo"
+
+RECORDED = """\
+21 1 259:1 / / rw,relatime shared:1 - ext4 /dev/root rw,discard
+22 21 0:20 / /proc rw,nosuid,nodev,noexec,relatime shared:2 - proc proc rw
+25 21 0:23 / /dev/shm rw,nosuid,nodev shared:4 - tmpfs tmpfs rw,inode64
+36 21 259:3 /models /mnt/a\\040b rw,noatime master:1 propagate_from:2 - xfs /dev/nvme0n1 rw,attr2
+37 21 0:50 / /var/lib/docker/merged rw - overlay overlay rw,lowerdir=/l,upperdir=/u,workdir=/w
+38 21 0:51 / /srv rw,relatime - nfs4 server:/export rw,vers=4.2
+"""
+
+
+def mounts_at(*points: str) -> list[str]:
+    lines = [f"{n} 1 0:{n} / {point} rw - ext4 /dev/x rw\n" for n, point in enumerate(points)]
+    return [mount.mount_point for mount in read_mounts(RecordedSystem({MOUNTINFO: "".join(lines)}))]
+
+
+def test_mounts_are_read_in_their_order() -> None:
+    assert read_mounts(RecordedSystem({MOUNTINFO: RECORDED})) == (
+        Mount("/", "ext4", "rw,discard"),
+        Mount("/proc", "proc", "rw"),
+        Mount("/dev/shm", "tmpfs", "rw,inode64"),
+        Mount("/mnt/a b", "xfs", "rw,attr2"),
+        Mount("/var/lib/docker/merged", "overlay", "rw,lowerdir=/l,upperdir=/u,workdir=/w"),
+        Mount("/srv", "nfs4", "rw,vers=4.2"),
+    )
+
+
+def test_missing_mountinfo_is_no_mounts() -> None:
+    assert read_mounts(RecordedSystem()) == ()
+    assert read_mounts(RecordedSystem({MOUNTINFO: ""})) == ()
+
+
+@pytest.mark.parametrize(
+    ("escaped", "plain"),
+    [
+        ("/a\\040b", "/a b"),
+        ("/a\\011b", "/a\tb"),
+        ("/a\\012b", "/a\nb"),
+        ("/a\\134b", "/a\\b"),
+        ("/a\\134040b", "/a\\040b"),
+        ("/a\\134x41", "/a\\x41"),
+        ("/a\\134134", "/a\\134"),
+        ("/a-b", "/a-b"),
+        ("/a'\"b", "/a'\"b"),
+    ],
+)
+def test_escapes_of_the_kernel_are_undone_once(escaped: str, plain: str) -> None:
+    assert mounts_at(escaped) == [plain]
+
+
+NOT_ASCII = pytest.mark.xfail(
+    strict=True,
+    reason="_parse_mount() pushes the text through latin-1: letters above U+00FF raise "
+    "UnicodeEncodeError (so no load works on such a machine), those below come out mangled",
+)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("/mnt/Gewähr", marks=NOT_ASCII),
+        pytest.param("/mnt/模型", marks=NOT_ASCII),
+        pytest.param("/mnt/\N{ROCKET}", marks=NOT_ASCII),
+        pytest.param(os.fsdecode(b"/mnt/\xff\xfe"), id="no UTF-8"),
+    ],
+)
+def test_mount_point_in_any_letters_is_what_the_path_functions_say(name: str) -> None:
+    assert mounts_at("/", name) == ["/", name]
+
+
+@pytest.mark.xfail(
+    strict=True,
+    reason="read_mounts() uses str.splitlines(), which also splits at form feeds, U+0085 and "
+    "U+2028; the rest of such a line then raises IndexError, so that no load works",
+)
+@pytest.mark.parametrize("name", ["/mnt/a\x0cb", "/mnt/a\x1cb", "/mnt/a\x85b", "/mnt/a\u2028b"])
+def test_only_newlines_end_a_line(name: str) -> None:
+    found = mounts_at("/", name, "/last")
+    assert (found[0], len(found), found[-1]) == ("/", 3, "/last")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "",
+        "garbage",
+        "1 2 3",
+        pytest.param(
+            "a - b",
+            marks=pytest.mark.xfail(
+                strict=True, reason="a line with ' - ' and fewer than five fields: IndexError"
+            ),
+        ),
+    ],
+)
+def test_damaged_lines_are_passed_over(line: str) -> None:
+    text = f"{line}\n36 1 0:1 / / rw - ext4 /dev/x rw\n"
+    assert read_mounts(RecordedSystem({MOUNTINFO: text})) == (Mount("/", "ext4", "rw"),)
+
+
+def test_line_without_options_has_none() -> None:
+    text = "36 1 0:1 / / rw - ext4 /dev/x\n"
+    assert read_mounts(RecordedSystem({MOUNTINFO: text})) == (Mount("/", "ext4", ""),)
+
+
+def test_running_kernel_has_a_root_mount_and_cpus() -> None:
+    linux = Linux()
+    assert "/" in [mount.mount_point for mount in read_mounts(linux)]
+    assert linux.cpus() == len(os.sched_getaffinity(0))
+    assert linux.load_average() >= 0
+
+
+def test_missing_file_is_none_and_odd_bytes_survive(tmp_path: Path) -> None:
+    assert Linux().read(str(tmp_path / "missing")) is None
+    path = tmp_path / "odd"
+    path.write_bytes(b"a\xff\nb")
+    assert Linux().read(str(path)) == "a\udcff\nb"
+
+
+@pytest.mark.root
+def test_file_that_may_not_be_read_is_none(tmp_path: Path) -> None:
+    path = tmp_path / "locked"
+    path.write_text("secret")
+    path.chmod(0)
+    os.seteuid(65_534)
+    try:
+        assert Linux().read(str(path)) is None
+    finally:
+        os.seteuid(0)
