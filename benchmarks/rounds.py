@@ -90,23 +90,13 @@ def run_contest(
     clock: Clock,
     tell: Callable[[str], object],
 ) -> list[Row]:
-    """Run all rounds; close the contestants.
-
-    Parameters
-    ----------
-    contest
-        What is loaded, and to where.
-    contestants
-        Who loads it.
-    clock
-        Time left.
-    tell
-        Receives a line for each contestant that leaves early.
+    """Run all rounds until the clock is over, and close the contestants.
 
     Returns
     -------
     list of Row
-        One for each contestant, in their order, absent and failed ones too.
+        One for each contestant, in their order, absent and failed ones too. `tell` has received
+        a line for each that left early.
     """
     entries = [_Entry(c, absent=c.why_absent()) for c in contestants]
     try:

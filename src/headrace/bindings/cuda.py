@@ -186,10 +186,10 @@ class CudaRuntime:
         self._check("cudaMemcpyBatchAsync", answer)
 
     def _copy_one(self, destination: int, source: int, nbytes: int, stream: int) -> None:
-        if self._driver is not None:
-            if self._driver.cuMemcpyHtoDAsync_v2(destination, source, nbytes, stream) == 0:
-                return
-            # The runtime's call, below, fails with the same error, and with its name.
+        driver = self._driver
+        if driver and driver.cuMemcpyHtoDAsync_v2(destination, source, nbytes, stream) == 0:
+            return
+        # Without a driver, or where its call failed: the runtime's gives the error and its name.
         answer = self._runtime.cudaMemcpyAsync(destination, source, nbytes, self._to_device, stream)
         self._check("cudaMemcpyAsync", answer)
 
