@@ -73,7 +73,11 @@ def test_situation_has_its_route(device: Device, situation: dict[str, Any], rout
 
 
 SITUATIONS = [
-    dict(zip(("device", "resident", "missing", "direct", "gpu", "reuse", "forced"), each, strict=True))
+    dict(
+        zip(
+            ("device", "resident", "missing", "direct", "gpu", "reuse", "forced"), each, strict=True
+        )
+    )
     for each in product(
         (HOST, CUDA),
         (True, False),

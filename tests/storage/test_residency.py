@@ -114,7 +114,9 @@ def overlap(part: ByteRange, page: int) -> int:
     return max(0, min(part.stop, (page + 1) * PAGE) - max(part.start, page * PAGE))
 
 
-@pytest.mark.parametrize(("missing", "resident"), [(0, True), (1, True), (2, True), (3, False), (16, False)])
+@pytest.mark.parametrize(
+    ("missing", "resident"), [(0, True), (1, True), (2, True), (3, False), (16, False)]
+)
 def test_seven_pages_of_eight_make_a_granule_resident(
     sparse: Path, missing: int, resident: bool
 ) -> None:
@@ -151,9 +153,7 @@ def test_ranges_of_more_than_a_quarter_gigabyte_are_counted_in_parts_and_joined(
     def count(file_offset: int, nbytes: int) -> int:
         return max(0, min(edge, file_offset + nbytes) - file_offset) // PAGE
 
-    found = measure(
-        path, files=FaultyFiles(resident=count), granule=4 * MIB, file_system="ext4"
-    )
+    found = measure(path, files=FaultyFiles(resident=count), granule=4 * MIB, file_system="ext4")
     assert states(found) == [(0, edge, True), (edge, size, False)]
     assert found.resident_nbytes == edge
 
@@ -318,9 +318,7 @@ def test_mincore_is_not_believed_by_those_who_may_not_write(tmp_path: Path, mode
 def test_nothing_that_can_be_asked_is_unknown_with_both_reasons(tmp_path: Path) -> None:
     path = tmp_path / "file"
     write_random(path, 3 * PAGE)
-    found = measure(
-        path, files=FaultyFiles(no_cachestat=True, no_mincore=True), file_system="ext4"
-    )
+    found = measure(path, files=FaultyFiles(no_cachestat=True, no_mincore=True), file_system="ext4")
     assert (found.method, found.resident_nbytes) == ("unknown", 0)
     assert "cachestat: ENOSYS" in found.why
     assert "mincore" in found.why

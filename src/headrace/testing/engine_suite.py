@@ -16,6 +16,8 @@
             return bytes(buffer)
 """
 
+# ruff: noqa: D102 (the names of tests are sentences and stand for docstrings)
+
 from __future__ import annotations
 
 import errno
@@ -132,14 +134,8 @@ class EngineSuite(ABC):
         """Read, and check the bytes, those beside them, and the report."""
         expected = _pread(path, file_offset, nbytes)
         buffer = self.make_buffer(len(expected) + slack)
-        report = read_into(
-            buffer,
-            path,
-            file_offset=file_offset,
-            nbytes=len(expected),
-            route=route or self.route,
-            context=context,
-        )
+        place = {"file_offset": file_offset, "nbytes": len(expected)}
+        report = read_into(buffer, path, **place, route=route or self.route, context=context)
         got = self.read_back(buffer)
         assert got[: len(expected)] == expected
         assert got[len(expected) :] == bytes([POISON]) * slack
@@ -312,8 +308,8 @@ class EngineSuite(ABC):
     def test_refused_o_direct_rules_out_that_route_alone(self, tmp_path: Path) -> None:
         path = _write(tmp_path, 2 << 20)
         self.check_refused(RouteUnavailable, path, 10, {"refuse_direct": True}, route="direct")
-        resident = pages_where(lambda _: False)
-        with self.open_context(refuse_direct=True, resident=resident) as (context, _):
+        missing = pages_where(lambda _: False)
+        with self.open_context(refuse_direct=True, resident=missing) as (context, _):
             report = self.check_read(context, path, route="auto")
         assert "direct" in {str(rejection.route) for rejection in report.rejected}
 
@@ -332,9 +328,8 @@ class EngineSuite(ABC):
         path = _write(tmp_path, 50 * BLOCK + 9)
         options = Options(workers=3, block_nbytes=BLOCK, pinned_nbytes=budget * BLOCK)
         with self.open_context(options) as (context, _):
-            _run_at_once(
-                [partial(self.check_read, context, path, 11 * n + 1) for n in range(readers)]
-            )
+            offsets = [11 * reader + 1 for reader in range(readers)]
+            _run_at_once([partial(self.check_read, context, path, each) for each in offsets])
 
     def test_failed_read_leaves_concurrent_reads_alone(self, tmp_path: Path) -> None:
         path = _write(tmp_path, 60 * BLOCK)
