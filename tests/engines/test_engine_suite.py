@@ -225,10 +225,11 @@ class RealDevice(EngineSuite):
 
     __test__ = False
     unfit_route = "host"
+    device = 0
     lead = 3
 
     def setup_method(self) -> None:
-        self.make_array, self.to_host = _find_framework()
+        self.make_array, self.to_host = _find_framework(self.device)
         self.cuda: Cuda = CudaRuntime()
         self.whole: dict[int, Any] = {}
 
@@ -266,21 +267,29 @@ class TestCachedAlignedOnGpu(RealDevice):
     lead = 0
 
 
-def _find_framework() -> tuple[Callable[[int], Any], Callable[[Any], bytes]]:
-    """How to make a poisoned array on the GPU, and how to get its bytes."""
+@pytest.mark.gpu2
+class TestCachedOnSecondGpu(RealDevice):
+    route = "cached"
+    device = 1
+
+
+def _find_framework(device: int) -> tuple[Callable[[int], Any], Callable[[Any], bytes]]:
+    """How to make a poisoned array on a GPU, and how to get its bytes."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what a framework says at import is not our matter
-        try:
+        with contextlib.suppress(ImportError):
             import torch
-        except ImportError:
-            cupy = pytest.importorskip("cupy")
-            return (
-                lambda nbytes: cupy.full(nbytes, POISON, dtype=cupy.uint8),
-                lambda array: bytes(cupy.asnumpy(array)),
-            )
-    if not torch.cuda.is_available():
-        pytest.skip("torch is built without CUDA")
-    return (
-        lambda nbytes: torch.full((nbytes,), POISON, dtype=torch.uint8, device="cuda"),
-        lambda array: bytes(array.cpu().numpy()),
-    )
+
+            if torch.cuda.is_available():
+                where = f"cuda:{device}"
+                return (
+                    lambda nbytes: torch.full((nbytes,), POISON, dtype=torch.uint8, device=where),
+                    lambda array: bytes(array.cpu().numpy()),
+                )
+        cupy = pytest.importorskip("cupy")
+
+    def make_array(nbytes: int) -> Any:
+        with cupy.cuda.Device(device):
+            return cupy.full(nbytes, POISON, dtype=cupy.uint8)
+
+    return make_array, lambda array: bytes(cupy.asnumpy(array))

@@ -109,14 +109,13 @@ def describe_raw(
     if nbytes is not None and nbytes < 0:
         raise ValueError(f"nbytes is {nbytes}; it must be 0 or more, or None")
     if shape is None:
-        wanted = max(file_nbytes - file_offset, 0) if nbytes is None else nbytes
-        shape = (_count_items(dtype, wanted),)
-    else:
-        wanted = tensor_nbytes(dtype, shape)
-        if nbytes is not None and nbytes != wanted:
-            raise ValueError(
-                f"nbytes is {nbytes}, but shape {shape} of {dtype} takes {wanted}; give one of them"
-            )
+        rest = max(file_nbytes - file_offset, 0) if nbytes is None else nbytes
+        shape = (_count_items(dtype, rest),)
+    wanted = tensor_nbytes(dtype, shape)
+    if nbytes is not None and nbytes != wanted:
+        raise ValueError(
+            f"nbytes is {nbytes}, but shape {shape} of {dtype} takes {wanted}; give one of them"
+        )
     stop = file_offset + wanted
     if stop > file_nbytes:
         raise ShortRead(
