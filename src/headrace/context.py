@@ -79,7 +79,7 @@ class Context:
         self._files = files or PosixFiles()
         self._system = system or Linux()
         self._cuda = cuda
-        self._gpu: Fact | None = None
+        self._gpus: dict[int, Fact] = {}
         self._ring: Ring | None = None
         self._warned: set[Rejection] = set()
         self._under_way = 0
@@ -127,11 +127,11 @@ class Context:
                 self._cuda = CudaRuntime()
             return self._cuda
 
-    def gpu_fact(self) -> Fact:
+    def gpu_fact(self, index: int = 0) -> Fact:
         """Whether a CUDA device can be used, how that is known, and what would change it."""
-        if self._gpu is None:
-            self._gpu = probe_gpu(self.load_cuda)
-        return self._gpu
+        if index not in self._gpus:
+            self._gpus[index] = probe_gpu(self.load_cuda, index)
+        return self._gpus[index]
 
     def transfer(
         self,
@@ -204,7 +204,7 @@ class Context:
         device: Device,
         forced: Route | None,
     ) -> tuple[Survey, Plan]:
-        gpu = _NO_GPU_WANTED if device.is_host else self.gpu_fact()
+        gpu = _NO_GPU_WANTED if device.is_host else self.gpu_fact(device.index)
         found = survey(sources, wanted, self._system, gpu, self.options.block_nbytes)
         return found, make_plan(found.files, device, self.options, forced)
 

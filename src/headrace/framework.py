@@ -73,6 +73,7 @@ def read(
     nbytes: int | None = None,
     device: Any = None,
     route: str = "auto",
+    progress: ShownProgress = False,
     context: Context | None = None,
 ) -> Array:
     """Read one array; see ``headrace.torch.read`` for the parameters."""
@@ -95,7 +96,7 @@ def read(
         )
 
     want = Want(where, (where,), describe)
-    arrays = _load(framework, want, device, route, False, context or default_context())
+    arrays = _load(framework, want, device, route, progress, context or default_context())
     return arrays[""]
 
 

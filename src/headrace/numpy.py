@@ -116,6 +116,7 @@ def read(
     nbytes: int | None = None,
     device: Any = None,
     route: str = "auto",
+    progress: ShownProgress = False,
     context: Context | None = None,
 ) -> NDArray[Any]:
     """Read one array: a ``.npy`` file, or the raw bytes of any file.
@@ -135,7 +136,7 @@ def read(
         Length of raw bytes; None for what the shape needs, or up to the end of the file.
     device
         "cpu" or None: host memory is the only place that NumPy knows.
-    route, context
+    route, progress, context
         As for `load`.
 
     Returns
@@ -166,6 +167,7 @@ def read(
         nbytes=nbytes,
         device=device,
         route=route,
+        progress=progress,
         context=context,
     )
 

@@ -136,4 +136,4 @@ def _check_length(buffer: Any, destination: Buffer, nbytes: int | None) -> int:
 def _pick_device(device: Any, context: Context) -> Device:
     if device is None:
         return Device("cuda", 0) if context.gpu_fact().holds else HOST
-    return Device("cuda", device) if isinstance(device, int) else parse_device(str(device))
+    return parse_device(f"cuda:{device}" if isinstance(device, int) else str(device))

@@ -117,6 +117,7 @@ def read(
     nbytes: int | None = None,
     device: Any = None,
     route: str = "auto",
+    progress: ShownProgress = False,
     context: Context | None = None,
 ) -> torch.Tensor:
     """Read one array: a ``.npy`` file, or the raw bytes of any file.
@@ -136,7 +137,7 @@ def read(
         Length of raw bytes; None for what the shape needs, or up to the end of the file.
     device
         "cpu", "cuda", "cuda:N", a ``torch.device`` or a CUDA ordinal; None is torch's default.
-    route, context
+    route, progress, context
         As for `load`.
 
     Returns
@@ -167,6 +168,7 @@ def read(
         nbytes=nbytes,
         device=device,
         route=route,
+        progress=progress,
         context=context,
     )
 

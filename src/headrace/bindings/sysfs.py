@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
 
@@ -27,7 +27,8 @@ class Linux:
     def read(self, path: str) -> str | None:
         """See `System.read`."""
         try:
-            return Path(path).read_text(encoding="utf-8", errors="surrogateescape")
+            with open(path, "rb", buffering=0) as file:
+                return file.read().decode("utf-8", "surrogateescape")
         except (FileNotFoundError, PermissionError):
             return None
 
@@ -60,8 +61,10 @@ def read_mounts(system: System) -> tuple[Mount, ...]:
 
 def _parse_mount(line: str) -> Mount:
     left, _, right = line.partition(" - ")
-    fields = right.split(" ")
-    # The kernel writes space, tab, newline and backslash in paths as octal escapes.
-    mount_point = left.split(" ")[4].encode("latin-1", "surrogateescape").decode("unicode_escape")
-    mount_point = mount_point.encode("latin-1", "replace").decode("utf-8", "surrogateescape")
+    mount_point, fields = left.split(" ", 5)[4], right.split(" ", 2)
+    if "\\" in mount_point:  # space, tab, newline and backslash are octal escapes
+        mount_point = _OCTAL.sub(lambda found: chr(int(found[1], 8)), mount_point)
     return Mount(mount_point, fields[0], fields[2] if len(fields) > 2 else "")
+
+
+_OCTAL = re.compile(r"\\([0-7]{3})")

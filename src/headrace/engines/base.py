@@ -5,10 +5,12 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
 from typing import NamedTuple, Protocol
 
+from headrace.memory.alignment import align_down
 from headrace.memory.buffer import Buffer
 from headrace.planning.plan import Piece, Transfer, cut
 from headrace.storage.source import Source
@@ -16,11 +18,14 @@ from headrace.types import Route
 
 _PROGRESS_INTERVAL_S = 0.1
 
+OnProgress = Callable[[int], None]
+"""Told the wanted bytes that were read so far."""
+
 
 class Job(NamedTuple):
     """One window of one transfer: what a worker does at a time.
 
-    A tuple, since thousands are made before the first byte moves.
+    A tuple: tens of thousands are made each second, with the interpreter lock held.
     """
 
     transfer: Transfer
@@ -77,18 +82,8 @@ class Cargo:
     """Most threads to use."""
     block_nbytes: int
     """Most bytes of one read; reads are cut at its multiples in the file."""
-    on_progress: Callable[[int], None] | None = None
+    on_progress: OnProgress | None = None
     """Called now and then, in the calling thread, with the bytes moved so far."""
-
-    def jobs(self) -> Iterator[Job]:
-        """The transfers, cut at the multiples of the block size in the file."""
-        step = self.block_nbytes
-        for transfer in self.transfers:
-            start, end = transfer.file_range.start, transfer.file_range.stop
-            while start < end:
-                stop = min(start - start % step + step, end)
-                yield Job(transfer, start, stop)
-                start = stop
 
     @property
     def nbytes(self) -> int:
@@ -120,10 +115,20 @@ class Engine(Protocol):
 
 
 class Jobs:
-    """Jobs that workers take one after the other, until there are none or one of them failed."""
+    """Jobs that workers take one after the other, until there are none or one of them failed.
 
-    def __init__(self, jobs: Iterable[Job]) -> None:
-        self._waiting = deque(jobs)
+    Transfers are cut at the multiples of the block size in the file. What waits is a pair for each
+    job, made without a line of Python, so that the first read starts at once; a deque gives each
+    pair to one thread only.
+    """
+
+    def __init__(self, transfers: Iterable[Transfer], block_nbytes: int) -> None:
+        self._block_nbytes = block_nbytes
+        self._waiting: deque[tuple[Transfer, int]] = deque()
+        for transfer in transfers:
+            whole = transfer.file_range
+            starts = range(align_down(whole.start, block_nbytes), whole.stop, block_nbytes)
+            self._waiting.extend(zip(repeat(transfer), starts))
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -131,9 +136,15 @@ class Jobs:
     def take(self) -> Job | None:
         """Give out the next job; None when there are no more."""
         try:
-            return self._waiting.popleft()
+            transfer, start = self._waiting.popleft()
         except IndexError:
             return None
+        pieces = transfer.pieces
+        return Job(
+            transfer,
+            max(start, pieces[0].file_offset),
+            min(start + self._block_nbytes, pieces[-1].file_stop),
+        )
 
     def stop(self) -> None:
         """Give out no more jobs."""
@@ -153,8 +164,14 @@ class _Crew:
     tallies: list[Tally] = field(default_factory=list)
     failures: list[BaseException] = field(default_factory=list)
 
-    def labour(self, tally: Tally) -> None:
-        """Body of one thread."""
+    def moved_nbytes(self) -> int:
+        """Wanted bytes that the workers have read so far."""
+        return sum(tally.moved_nbytes for tally in self.tallies)
+
+    def labour(self) -> None:
+        """Body of one worker."""
+        tally = Tally()
+        self.tallies.append(tally)
         began = time.thread_time()
         try:
             self.work(self.jobs, tally)
@@ -180,29 +197,35 @@ def run_workers(work: Work, cargo: Cargo) -> list[Tally]:
     BaseException
         The first failure of a worker, or KeyboardInterrupt, once every worker has ended.
     """
-    jobs = Jobs(cargo.jobs())
+    jobs = Jobs(cargo.transfers, cargo.block_nbytes)
     crew = _Crew(work, jobs)
-    threads = []
-    try:
-        for _ in range(min(cargo.workers, len(jobs))):
-            tally = Tally()
-            thread = threading.Thread(target=crew.labour, args=(tally,), name="headrace")
-            thread.start()
-            crew.tallies.append(tally)
-            threads.append(thread)
-    except BaseException:
-        jobs.stop()
-        raise
-    finally:
-        _wait_for(threads, crew, cargo.on_progress)
+    count = min(cargo.workers, len(jobs))
+    if count == 1:
+        crew.labour()  # a thread would only add to the latency of a small read
+    else:
+        _labour_together(crew, count, cargo.on_progress)
     if crew.failures:
         raise crew.failures[0]
+    if cargo.on_progress:
+        cargo.on_progress(crew.moved_nbytes())
     return crew.tallies
 
 
-def _wait_for(
-    threads: list[threading.Thread], crew: _Crew, on_progress: Callable[[int], None] | None
-) -> None:
+def _labour_together(crew: _Crew, count: int, on_progress: OnProgress | None) -> None:
+    threads: list[threading.Thread] = []
+    try:
+        for _ in range(count):
+            thread = threading.Thread(target=crew.labour, name="headrace")
+            thread.start()
+            threads.append(thread)
+    except BaseException:
+        crew.jobs.stop()
+        raise
+    finally:
+        _wait_for(threads, crew, on_progress)
+
+
+def _wait_for(threads: list[threading.Thread], crew: _Crew, on_progress: OnProgress | None) -> None:
     """Wait for every thread, whatever happens: they write into memory that the caller may free."""
     interrupt: BaseException | None = None
     for thread in threads:
@@ -210,7 +233,7 @@ def _wait_for(
             try:
                 thread.join(_PROGRESS_INTERVAL_S if on_progress else None)
                 if on_progress:
-                    on_progress(sum(tally.moved_nbytes for tally in crew.tallies))
+                    on_progress(crew.moved_nbytes())
             except BaseException as error:  # noqa: BLE001 (raised below, after the last thread)
                 interrupt, on_progress = error, None
                 crew.jobs.stop()

@@ -10,8 +10,8 @@ import contextlib
 import itertools
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from headrace.bindings.cuda import Cuda
@@ -66,8 +66,13 @@ class Ring:
     def __init__(self, cuda: Cuda, pool: PinnedPool) -> None:
         self._cuda = cuda
         self.pool = pool
+        self._prepared: set[int] = set()
         self._lanes: dict[int, list[Lane]] = {}
         self._lock = threading.Lock()
+        # Also for a context that nobody closed: memory that is unmapped while it is still locked
+        # would make the next lock of the same address fail.
+        self._release = weakref.finalize(self, _release, cuda, pool, self._lanes)
+        self._release.atexit = False  # the process takes all of it along, the driver included
 
     def prepare(self, device: int) -> str | None:
         """Get a first block; why there is no page-locked memory, or None when all is well.
@@ -77,14 +82,11 @@ class Ring:
         DeviceError
             There is no such device.
         """
-
-        def get() -> str | None:
-            self._cuda.set_device(device)
-            return self.pool.prepare()
-
-        # In a thread of its own, so that the caller's current device stays as it is.
-        with ThreadPoolExecutor(1) as executor:
-            return executor.submit(get).result()
+        if device not in self._prepared:
+            with self._on_device(device):
+                self.pool.prepare()
+            self._prepared.add(device)
+        return self.pool.failure
 
     def move(self, cargo: Cargo, fill: Fill) -> list[Tally]:
         """Move a cargo through the ring.
@@ -100,8 +102,7 @@ class Ring:
         streams = sorted({b.stream for b in cargo.buffers if b.stream is not None})
 
         def work(jobs: Jobs, tally: Tally) -> None:
-            self._cuda.set_device(device)
-            with self._lane(device) as lane:
+            with self._on_device(device), self._lane(device) as lane:
                 self._follow(lane, streams)
                 for slot in self._free_slots(lane):
                     self._move_one(slot, jobs, fill, cargo.buffers, tally)
@@ -112,13 +113,18 @@ class Ring:
 
     def close(self) -> None:
         """Destroy the streams and unlock the blocks; no transfer may be under way."""
-        with self._lock:
-            lanes, self._lanes = self._lanes, {}
-        for lane in itertools.chain.from_iterable(lanes.values()):
-            self._cuda.destroy_event(lane.event)
-            for stream in lane.streams:
-                self._cuda.destroy_stream(stream)
-        self.pool.close()
+        self._release()
+
+    @contextlib.contextmanager
+    def _on_device(self, device: int) -> Iterator[None]:
+        """Make a device the thread's current one, and its own again on the way out."""
+        before = self._cuda.current_device()
+        self._cuda.set_device(device)
+        try:
+            yield
+        finally:
+            if before != device:
+                self._cuda.set_device(before)
 
     def _free_slots(self, lane: Lane) -> Iterator[Slot]:
         """Slots that nothing uses, without end: new ones at first, then the oldest again."""
@@ -171,8 +177,7 @@ class Ring:
             spare = self._lanes.setdefault(device, [])
             lane = spare.pop() if spare else None
         if lane is None:
-            streams = tuple(self._cuda.create_stream() for _ in range(DEPTH))
-            lane = Lane(streams, self._cuda.create_event())
+            lane = self._create_lane()
         try:
             yield lane
         finally:
@@ -183,3 +188,22 @@ class Ring:
             lane.slots.clear()
             with self._lock:
                 spare.append(lane)
+
+    def _create_lane(self) -> Lane:
+        with contextlib.ExitStack() as undo:
+            streams = []
+            for _ in range(DEPTH):
+                streams.append(self._cuda.create_stream())
+                undo.callback(self._cuda.destroy_stream, streams[-1])
+            lane = Lane(tuple(streams), self._cuda.create_event())
+            undo.pop_all()
+        return lane
+
+
+def _release(cuda: Cuda, pool: PinnedPool, lanes: dict[int, list[Lane]]) -> None:
+    for lane in itertools.chain.from_iterable(lanes.values()):
+        cuda.destroy_event(lane.event)
+        for stream in lane.streams:
+            cuda.destroy_stream(stream)
+    lanes.clear()
+    pool.close()

@@ -40,10 +40,12 @@ def read_catalog(path: str) -> Catalog:
     # Imported only when a file is read: `import headrace` must cost next to nothing.
     import safetensors
 
+    # backend="pread": a mapping would draw megabytes of payload into the page cache, and would kill
+    # the process if the file were truncated meanwhile.
     head, file_nbytes = _read_head(path)
     payload = _LENGTH_NBYTES + int.from_bytes(head[:_LENGTH_NBYTES], "little")
     try:
-        with safetensors.safe_open(path, framework="np") as opened:
+        with safetensors.safe_open(path, framework="np", backend="pread") as opened:
             tensors = tuple(_place_tensors(opened, path, payload))
             metadata = MappingProxyType(dict(opened.metadata() or {}))
     except safetensors.SafetensorError as error:

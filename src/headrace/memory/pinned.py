@@ -61,24 +61,17 @@ class PinnedPool:
 
     @property
     def failure(self) -> str | None:
-        """Why the system gave no (more) page-locked memory; None while it did."""
-        return self._failure
-
-    def prepare(self) -> str | None:
-        """Make sure that there is a block to work with.
-
-        Returns
-        -------
-        str or None
-            Why the system gives no page-locked memory at all, in which case the blocks are
-            ordinary memory; None when all is well.
-        """
+        """Why the system gives no page-locked memory at all; None while there is some."""
         with self._changed:
-            made = list(self._made)
+            none = not any(block.pinned for block in self._made)
+        return self._failure if none else None
+
+    def prepare(self) -> None:
+        """Make sure that there is a block; `failure` then tells whether it is page-locked."""
+        with self._changed:
+            made = bool(self._made)
         if not made:
-            made = [self.take()]
-            self.give_back(made[0])
-        return None if made[0].pinned else self._failure
+            self.give_back(self.take())
 
     def try_take(self) -> Block | None:
         """Take a block if one is free or may still be made; never waits for other workers."""
@@ -114,18 +107,26 @@ class PinnedPool:
 
     def _make(self) -> Block | None:
         """Make the block that was reserved, or settle for those that exist."""
-        view = map_pages(self._block_nbytes)
-        pointer, _ = address_of(view)
-        pinned = self._lock_pages(pointer)
+        block: Block | None = None
+        try:
+            view = map_pages(self._block_nbytes)
+            pointer, _ = address_of(view)
+            pinned = self._lock_pages(pointer)
+            with self._changed:
+                if pinned or not self._made:
+                    block = Block(pointer, view, pinned)
+                    self._made.append(block)
+        finally:
+            if block is None:
+                self._give_up()
+        return block
+
+    def _give_up(self) -> None:
+        """Return a reservation: there will be no more blocks than those that exist."""
         with self._changed:
-            if not pinned and self._made:
-                self._reserved -= 1
-                self._capacity = max(self._reserved, 1)
-                self._changed.notify_all()
-                return None
-            block = Block(pointer, view, pinned)
-            self._made.append(block)
-            return block
+            self._reserved -= 1
+            self._capacity = max(self._reserved, 1)
+            self._changed.notify_all()
 
     def _lock_pages(self, pointer: int) -> bool:
         if self._failure is None:

@@ -11,13 +11,15 @@ from headrace.probing.fact import Fact
 _NAME = "CUDA device"
 
 
-def probe_gpu(load_cuda: Callable[[], Cuda]) -> Fact:
+def probe_gpu(load_cuda: Callable[[], Cuda], index: int) -> Fact:
     """Whether a CUDA device can be used from this process.
 
     Parameters
     ----------
     load_cuda
         Gives the bindings; raises ImportError where they are missing.
+    index
+        Ordinal of the device.
     """
     try:
         count = load_cuda().device_count()
@@ -33,7 +35,9 @@ def probe_gpu(load_cuda: Callable[[], Cuda]) -> Fact:
         return Fact(
             _NAME, False, "no usable driver", str(error), "install or repair the NVIDIA driver"
         )
-    if count == 0:
+    devices = f"{count} device{'s' * (count != 1)}"
+    if index >= count:
         remedy = "check nvidia-smi and CUDA_VISIBLE_DEVICES"
-        return Fact(_NAME, False, "0 devices", "cudaGetDeviceCount", remedy)
-    return Fact(_NAME, True, f"{count} device{'s' * (count > 1)}", "cudaGetDeviceCount")
+        found = devices if index == 0 else f"{devices}, so no cuda:{index}"
+        return Fact(_NAME, False, found, "cudaGetDeviceCount", remedy)
+    return Fact(_NAME, True, devices, "cudaGetDeviceCount")

@@ -131,12 +131,10 @@ class Source:
                 raise self._ended(file_offset + done, file_offset + needed_nbytes)
             if done + count >= needed_nbytes:
                 return
+            # After a short count O_DIRECT goes on from the last aligned offset, or, where the
+            # kernel itself stopped short of one, from where it stopped.
             resumed = align_down(done + count, alignment)
-            if resumed <= done:
-                # O_DIRECT made no aligned progress: let the page cache serve the rest.
-                self.read([view[done:needed_nbytes]], file_offset + done)
-                return
-            done = resumed
+            done = resumed if resumed > done else done + count
 
     def forget(self, start: int, stop: int) -> None:
         """Drop a stretch from the page cache, as far as the kernel likes to."""
