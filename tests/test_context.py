@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import signal
@@ -29,7 +30,6 @@ from tests.support import (
     RecordedSystem,
     folder_with_direct,
     no_workers_left,
-    open_descriptors,
     write_random,
 )
 
@@ -232,7 +232,9 @@ def test_strict_context_refuses_a_downgrade_before_a_byte_is_read(
 ) -> None:
     files = FaultyFiles(resident=nothing, refuse_direct=True)
     with hr.Context(hr.Options(strict=True), files=files) as context:
-        with pytest.raises(hr.RouteUnavailable, match="strict=True forbids host in place of direct"):
+        with pytest.raises(
+            hr.RouteUnavailable, match="strict=True forbids host in place of direct"
+        ):
             load(sample[0], context)
         assert planned(load(sample[0], context, route="host")) == {"host": SIZE}
     assert files.direct_nbytes == 0
@@ -260,7 +262,9 @@ def test_strict_context_serves_what_is_no_downgrade(sample: tuple[Path, bytes]) 
 # reuse
 
 
-@pytest.mark.parametrize(("reuse", "route"), [("auto", "direct"), ("once", "direct"), ("many", "host")])
+@pytest.mark.parametrize(
+    ("reuse", "route"), [("auto", "direct"), ("once", "direct"), ("many", "host")]
+)
 def test_reuse_decides_where_missing_bytes_go(
     sample: tuple[Path, bytes], reuse: Any, route: str
 ) -> None:
@@ -395,7 +399,7 @@ def test_progress_that_raises_stops_the_load_and_the_next_one_works(
 
         with pytest.raises(RuntimeError, match="enough"):
             hn.load(as_checkpoint(sample[0]), progress=progress, context=context)
-        assert no_workers_left()
+        assert not files.under_way
         assert files.open_descriptors == ()
         assert files.nbytes_read < SIZE
         assert load(sample[0], context).nbytes == SIZE
@@ -407,69 +411,112 @@ class SlowFiles(FaultyFiles):
     def __init__(self, delay_s: float, **faults: Any) -> None:
         super().__init__(**faults)
         self.delay_s = delay_s
+        self.slow: threading.Thread | None = None
+        """The one thread that takes eight times as long."""
+        self.slow_reads = threading.Event()
+        """That thread is reading."""
+        self.under_way: set[object] = set()
+        """Reads that have begun and not ended."""
 
     def preadv(self, fd: int, views: Sequence[memoryview], file_offset: int) -> int:
-        time.sleep(self.delay_s)
-        return super().preadv(fd, views, file_offset)
+        token = object()
+        self.under_way.add(token)
+        try:
+            if threading.current_thread() is self.slow:
+                self.slow_reads.set()
+                time.sleep(7 * self.delay_s)
+            time.sleep(self.delay_s)
+            return super().preadv(fd, views, file_offset)
+        finally:
+            self.under_way.remove(token)
 
 
 # Ctrl-C.
 
 
-def interrupted_load(context: hr.Context, path: Path, after_s: float) -> bytearray:
-    """A load that Ctrl-C stops; the buffer as it is when the call has raised."""
-    buffer = bytearray(path.stat().st_size)
-    timer = threading.Timer(after_s, _interrupt_main)
-    timer.start()
+@pytest.fixture
+def crew(monkeypatch: pytest.MonkeyPatch) -> list[threading.Thread]:
+    """The threads of engines, in the order in which they were started."""
+    start = threading.Thread.start
+    started: list[threading.Thread] = []
+
+    def noted_start(thread: threading.Thread) -> None:
+        if thread.name == "headrace":
+            started.append(thread)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", noted_start)
+    return started
+
+
+@contextlib.contextmanager
+def ctrl_c_once_reading(files: SlowFiles, crew: list[threading.Thread]) -> Iterator[None]:
+    """Ctrl-C, which the kernel gives to the main thread, while the first of three workers reads."""
+
+    def interrupt() -> None:
+        while len(crew) < 3:
+            time.sleep(0.001)
+        files.slow = crew[0]
+        files.slow_reads.wait(TIMEOUT_S)
+        time.sleep(files.delay_s)  # by now the caller waits for the workers
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    interrupter = threading.Thread(target=interrupt)
+    interrupter.start()
     try:
         with pytest.raises(KeyboardInterrupt):
-            hr.read_into(buffer, path, context=context)
+            yield
     finally:
-        timer.join()
-    return buffer
+        interrupter.join()
 
 
-def _interrupt_main() -> None:
-    """Ctrl-C, which the kernel gives to the main thread."""
-    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+THREE = hr.Options(workers=3, block_nbytes=MIB, pinned_nbytes=8 * MIB)
+
+interrupted_join = pytest.mark.xfail(
+    sys.version_info < (3, 13),
+    strict=True,
+    reason="before Python 3.13 an interrupted Thread.join() marks the thread as stopped although "
+    "it runs (threading._wait_for_tstate_lock): is_alive() is False, nobody waits for it, and it "
+    "goes on writing into memory that the caller may have freed, from a closed descriptor",
+)
 
 
+@interrupted_join
 @pytest.mark.parametrize("faults", [{}, {"resident": nothing}], ids=["host", "direct"])
 def test_ctrl_c_stops_the_workers_and_nothing_writes_afterwards(
-    sample: tuple[Path, bytes], faults: dict[str, Any]
+    sample: tuple[Path, bytes], crew: list[threading.Thread], faults: dict[str, Any]
 ) -> None:
     path, content = sample
-    files = SlowFiles(0.05, **faults)
-    before = open_descriptors()
-    with hr.Context(hr.Options(workers=3, block_nbytes=MIB), files=files) as context:
-        buffer = interrupted_load(context, path, 0.12)
-        assert no_workers_left()
+    files = SlowFiles(0.03, **faults)
+    buffer = bytearray(SIZE)
+    with hr.Context(THREE, files=files) as context:
+        try:
+            with ctrl_c_once_reading(files, crew):
+                hr.read_into(buffer, path, context=context)
+            assert not files.under_way
+        finally:
+            wait_for_workers()
         assert files.open_descriptors == ()
-        read = files.nbytes_read
-        kept = bytes(buffer)
-        time.sleep(0.15)
-        assert bytes(buffer) == kept
-        assert files.nbytes_read == read < SIZE
+        assert files.nbytes_read < SIZE
         files.delay_s = 0.0
         again = bytearray(SIZE)
         hr.read_into(again, path, context=context)
         assert again == content
-    assert open_descriptors() <= before + 1
 
 
+@interrupted_join
 def test_ctrl_c_during_a_load_to_the_gpu_leaves_no_copy_and_no_memory(
-    sample: tuple[Path, bytes],
+    sample: tuple[Path, bytes], crew: list[threading.Thread]
 ) -> None:
-    files, cuda = SlowFiles(0.05), FakeCuda()
+    files, cuda = SlowFiles(0.03), FakeCuda()
     array = FakeDeviceArray(cuda, SIZE)
-    options = hr.Options(workers=3, block_nbytes=MIB, pinned_nbytes=8 * MIB)
-    with hr.Context(options, files=files, cuda=cuda) as context:
-        timer = threading.Timer(0.12, _interrupt_main)
-        timer.start()
-        with pytest.raises(KeyboardInterrupt):
-            hr.read_into(array, sample[0], context=context)
-        timer.join()
-        assert no_workers_left()
+    with hr.Context(THREE, files=files, cuda=cuda) as context:
+        try:
+            with ctrl_c_once_reading(files, crew):
+                hr.read_into(array, sample[0], context=context)
+            assert not files.under_way
+        finally:
+            wait_for_workers()
         assert (cuda.pending_copies, cuda.errors) == (0, [])
         files.delay_s = 0.0
         hr.read_into(array, sample[0], context=context)
@@ -477,39 +524,43 @@ def test_ctrl_c_during_a_load_to_the_gpu_leaves_no_copy_and_no_memory(
     assert (cuda.pinned_nbytes, cuda.live_streams, cuda.live_events) == (0, 0, 0)
 
 
+def wait_for_workers() -> None:
+    """Let no worker of a failed test write into memory of the next one."""
+    until = time.monotonic() + TIMEOUT_S
+    while not no_workers_left() and time.monotonic() < until:
+        time.sleep(0.01)
+
+
 @pytest.mark.xfail(
     strict=True,
-    reason="run_workers() appends a thread to its list only after start(), which itself waits: "
-    "Ctrl-C in between leaves a worker that nobody joins; it goes on writing to the buffer and "
-    "reads from a descriptor that is closed (and may be another file by then)",
+    reason="_labour_together() appends a thread to its list only after start(), which itself "
+    "waits: Ctrl-C in between leaves a worker that nobody joins; it goes on writing to the buffer "
+    "and reads from a descriptor that is closed (and may be another file by then)",
 )
 def test_ctrl_c_while_a_worker_starts_waits_for_that_worker_too(
     sample: tuple[Path, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     start = threading.Thread.start
     started: list[threading.Thread] = []
+    files = SlowFiles(0.03)
 
     def interrupted_start(thread: threading.Thread) -> None:
         if thread.name == "headrace":
             started.append(thread)
+            files.slow = thread if len(started) == 2 else None
         start(thread)
-        if len(started) == 2:
+        if files.slow is thread:
+            files.slow_reads.wait(TIMEOUT_S)
             raise KeyboardInterrupt
 
-    class SecondIsSlow(FaultyFiles):
-        def preadv(self, fd: int, views: Sequence[memoryview], file_offset: int) -> int:
-            if threading.current_thread() is not started[0]:
-                time.sleep(0.3)
-            return super().preadv(fd, views, file_offset)
-
     monkeypatch.setattr(threading.Thread, "start", interrupted_start)
-    with hr.Context(hr.Options(workers=4), files=SecondIsSlow()) as context:
-        with pytest.raises(KeyboardInterrupt):
-            load(sample[0], context)
-        alive = [thread for thread in started if thread.is_alive()]
-    for thread in started:
-        thread.join(TIMEOUT_S)
-    assert not alive
+    with hr.Context(THREE, files=files) as context:
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                load(sample[0], context)
+            assert not files.under_way
+        finally:
+            wait_for_workers()
 
 
 # Life and death.
@@ -567,6 +618,7 @@ def test_failed_allocation_closes_the_files_and_leaves_the_context_usable(
     files = FaultyFiles()
     path = as_checkpoint(sample[0])
     with hr.Context(files=files) as context:
+
         def no_memory(specs: object) -> Any:
             raise MemoryError("wanted more than there is")
 
@@ -692,7 +744,9 @@ def test_file_on_a_file_system_in_memory_is_taken_as_resident(sample: tuple[Path
     assert report.resident_nbytes == SIZE
 
 
-def test_changed_file_raises_though_every_byte_arrived(sample: tuple[Path, bytes], tmp_path: Path) -> None:
+def test_changed_file_raises_though_every_byte_arrived(
+    sample: tuple[Path, bytes], tmp_path: Path
+) -> None:
     path = tmp_path / "file"
     write_random(path, 100)
     with hr.Context(files=FaultyFiles(rewrite_after=100), observers=Observers()) as context:

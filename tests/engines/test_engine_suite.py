@@ -35,7 +35,6 @@ class AroundThePageCache(EngineSuite):
     __test__ = False
     route = "direct"
 
-    @pytest.mark.xfail(strict=True, reason="short reads below the alignment end in the page cache")
     def test_short_read_is_not_finished_through_the_page_cache_in_silence(
         self, tmp_path: Path
     ) -> None:
@@ -178,7 +177,6 @@ class FakeDevice(EngineSuite):
                 assert (array.tobytes(), report.device) == (path.read_bytes(), f"cuda:{device}")
                 assert self.cuda.current_device() == 0
 
-    @pytest.mark.xfail(strict=True, reason="its blocks are unmapped while CUDA has them registered")
     def test_contexts_that_were_never_closed_do_not_harm_later_ones(self, tmp_path: Path) -> None:
         path = tmp_path / "file"
         path.write_bytes(os.urandom(9 * BLOCK))

@@ -327,7 +327,7 @@ def test_file_that_shrinks_between_the_two_looks_is_a_format_error(
     safetensors.numpy.save_file({"x": np.zeros(100)}, path)
     safetensors.numpy.save_file({"x": np.zeros(90)}, other)
     real = safetensors.safe_open
-    monkeypatch.setattr(safetensors, "safe_open", lambda _, framework: real(other, framework))
+    monkeypatch.setattr(safetensors, "safe_open", lambda _, **options: real(other, **options))
     with pytest.raises(FormatError, match="changed"):
         read_catalog(str(path))
 

@@ -104,9 +104,9 @@ class Ring:
         def work(jobs: Jobs, tally: Tally) -> None:
             with self._on_device(device), self._lane(device) as lane:
                 self._follow(lane, streams)
-                for slot in self._free_slots(lane):
+                for slot in self._free_slots(lane, jobs, cargo.workers):
                     self._move_one(slot, jobs, fill, cargo.buffers, tally)
-                    if not jobs:  # look before another block is taken
+                    if not jobs:
                         return
 
         return run_workers(work, cargo)
@@ -126,11 +126,18 @@ class Ring:
             if before != device:
                 self._cuda.set_device(before)
 
-    def _free_slots(self, lane: Lane) -> Iterator[Slot]:
-        """Slots that nothing uses, without end: new ones at first, then the oldest again."""
+    def _free_slots(self, lane: Lane, jobs: Jobs, workers: int) -> Iterator[Slot]:
+        """Slots that nothing uses, without end: new ones at first, then the oldest again.
+
+        A further slot is made only while there is a job for each worker, so that a transfer of
+        few jobs never takes more blocks than it has jobs.
+        """
         for stream in lane.streams:
-            block = self.pool.try_take() if lane.slots else self.pool.take()
-            if block is None:  # the pool is drained: make do with those at hand
+            if not lane.slots:
+                block: Block | None = self.pool.take()
+            else:
+                block = self.pool.try_take() if len(jobs) >= workers else None
+            if block is None:
                 break
             lane.slots.append(Slot(block, stream))
             yield lane.slots[-1]
