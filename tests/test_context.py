@@ -670,31 +670,28 @@ def test_default_context_is_one_and_serves_the_module_functions(
     assert hr.default_context().options == hr.Options()
 
 
-def test_small_model_pins_no_more_than_its_size_however_slowly_pages_are_locked(
-    tmp_path: Path,
-) -> None:
+def test_small_model_pins_little_however_slow_the_driver(tmp_path: Path) -> None:
     path, size = tmp_path / "25MB.bin", 25_000_000
     write_random(path, size)
 
-    class SlowToPin(FakeCuda):
-        """The third block comes at once; those after it take their time."""
-
-        asked = 0
+    class SlowCuda(FakeCuda):
+        """As on a crowded host; the first block is quick."""
 
         def register_host(self, pointer: int, nbytes: int) -> None:
-            self.asked += 1
-            if self.asked > 3:
+            if self.pinned_nbytes:
                 time.sleep(0.1)
             super().register_host(pointer, nbytes)
 
-    cuda = SlowToPin()
-    system = RecordedSystem(cpu_count=16)
+        def synchronize_stream(self, stream: int) -> None:
+            time.sleep(0.1)
+            super().synchronize_stream(stream)
+
+    cuda = SlowCuda()
     array = FakeDeviceArray(cuda, size)
-    with hr.Context(cuda=cuda, system=system) as context:
+    with hr.Context(cuda=cuda, system=RecordedSystem(cpu_count=16)) as context:
         report = hr.read_into(array, path, context=context)
     assert array.tobytes() == path.read_bytes()
-    assert report.pinned_nbytes <= 32 * MIB
-    assert cuda.peak_pinned_nbytes <= 32 * MIB
+    assert report.pinned_nbytes == cuda.peak_pinned_nbytes <= 32 * MIB
 
 
 # Routes.

@@ -6,15 +6,15 @@ from headrace.options import Options
 from headrace.probing.machine import MachineFacts
 from headrace.types import Device
 
-_GPU_WORKERS = 12
+_GPU_WORKERS = 11
 _HOST_WORKERS = 16
 _THRIFTY_WORKERS = 8
 _FEWEST_WORKERS = 4
 _MEDIUM_NBYTES = 512 << 20
-# Measured with blocks of 4 MiB on 16 CPUs (benchmarks/results): to the GPU 12 threads reach
-# 52.8 GB/s at 0.22 CPU s/GB, 8 threads 51.4 at 0.15, more threads than CPUs lose a quarter; below
-# half a gigabyte 8 threads are as fast as more. Host memory goes on gaining up to 16 (FACTS).
-# Direct I/O sleeps while the disk works, so that even a small machine gets 4.
+# Measured on 16 CPUs with blocks of 4 MiB. To the GPU, 10 to 12 threads saturate the link; more of
+# them lose up to a quarter, above all where neighbours take CPU time; 8 reach nine tenths with a
+# fifth less CPU. Below half a gigabyte 8 threads are as fast as more. Host memory goes on gaining
+# up to 16. Direct I/O sleeps while the disk works, so that even a small machine gets 4.
 
 
 def choose_workers(options: Options, machine: MachineFacts, device: Device, nbytes: int) -> int:

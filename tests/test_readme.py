@@ -1,0 +1,224 @@
+"""The READMEs: their code runs, their commands exist, and both say the same."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import typer
+from numpy.typing import NDArray
+from safetensors.numpy import save_file
+
+import headrace
+from benchmarks.table import render_document
+from headrace.cli.main import app
+from headrace.planning.plan import Rejection
+from headrace.report import ObservedRoute, PlannedRoute, Report
+from headrace.types import Route
+
+ROOT = Path(__file__).parent.parent
+READMES = ("README.md", "README.zh-CN.md")
+PAGES = (*READMES, "CONTRIBUTING.md")
+COMMANDS = (
+    "python3 -m venv .venv && .venv/bin/pip install . && .venv/bin/headrace demo",
+    "python3 -m venv .venv && .venv/bin/pip install '.[test]' && .venv/bin/python -m pytest",
+)
+DATA_NBYTES = 2 << 20
+
+_FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_RESULTS = re.compile(r"^<!-- results:begin -->\n(.*?)^<!-- results:end -->$", re.M | re.S)
+
+
+def _text(page: str) -> str:
+    return (ROOT / page).read_text(encoding="utf-8")
+
+
+def _blocks(page: str, language: str | None = None) -> list[tuple[str, str]]:
+    """Language and content of each fenced block of a page."""
+    found = [(block[1], block[2]) for block in _FENCE.finditer(_text(page))]
+    return [block for block in found if language in (None, block[0])]
+
+
+def _prose(page: str) -> str:
+    """Give a page without its fenced blocks and its results."""
+    return _FENCE.sub("", _RESULTS.sub("", _text(page)))
+
+
+def _block(language: str) -> str:
+    ((_, content),) = _blocks("README.md", language)
+    return content
+
+
+def _results(page: str) -> str:
+    (section,) = _RESULTS.findall(_text(page))
+    return str(section)
+
+
+def _examples() -> list[Any]:
+    """Each Python block; torch's blocks for a GPU also in host memory."""
+    examples = []
+    for index, (_, code) in enumerate(_blocks("README.md", "python")):
+        imported = re.search(r"(?:from headrace\.|import )(cupy|torch)", code)
+        framework = imported[1] if imported else "numpy"
+        on_gpu = framework == "cupy" or '"cuda"' in code
+        marks = [pytest.mark.gpu] if on_gpu else []
+        examples.append(pytest.param(framework, code, id=f"{index}-{framework}", marks=marks))
+        if on_gpu and framework == "torch":
+            on_host = code.replace('"cuda"', '"cpu"')
+            examples.append(pytest.param(framework, on_host, id=f"{index}-{framework}-host"))
+    return examples
+
+
+@pytest.fixture
+def weights() -> dict[str, NDArray[Any]]:
+    generator = np.random.default_rng(0)
+    return {
+        name: generator.random((64, 33), np.float32)
+        for name in ("model.norm.weight", "model.layers.0.weight")
+    }
+
+
+@pytest.fixture
+def folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weights: dict[str, NDArray[Any]]
+) -> Path:
+    """Make a working directory with the files that the examples name."""
+    save_file(weights, tmp_path / "model.safetensors")
+    (tmp_path / "checkpoint").mkdir()
+    for number, (name, array) in enumerate(weights.items()):
+        save_file({name: array}, tmp_path / "checkpoint" / f"model-{number}.safetensors")
+    np.save(tmp_path / "embeddings.npy", weights["model.norm.weight"])
+    content = np.random.default_rng(1).integers(0, 256, DATA_NBYTES, dtype=np.uint8)
+    content.tofile(tmp_path / "data.bin")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def _to_host(array: Any) -> NDArray[Any]:
+    """Copy an array of any framework into NumPy."""
+    for method in ("cpu", "get"):  # torch's, CuPy's
+        if hasattr(array, method):
+            array = getattr(array, method)()
+    return np.asarray(array)
+
+
+@pytest.mark.parametrize(("framework", "code"), _examples())
+def test_example_runs_and_gives_the_right_bytes(
+    framework: str, code: str, folder: Path, weights: dict[str, NDArray[Any]]
+) -> None:
+    pytest.importorskip(framework)
+    names: dict[str, Any] = {}
+    exec(compile(code, "README.md", "exec"), names)
+    for name in ("weights", "norm"):
+        loaded = names.get(name, {})
+        assert all(np.array_equal(_to_host(loaded[key]), weights[key]) for key in loaded)
+    assert set(names.get("weights", weights)) == set(weights)
+    assert set(names.get("norm", ["model.norm.weight"])) == {"model.norm.weight"}
+    if "embeddings" in names:
+        assert np.array_equal(_to_host(names["embeddings"]), np.load("embeddings.npy"))
+    if "buffer" in names:
+        wanted = (folder / "data.bin").read_bytes()[4097 : 4097 + (1 << 20)]
+        assert _to_host(names["buffer"]).tobytes() == wanted
+        assert names["report"].nbytes == 1 << 20
+
+
+@pytest.mark.parametrize("framework", ["torch", "cupy", "numpy"])
+def test_each_framework_has_an_example(framework: str) -> None:
+    codes = [code for _, code in _blocks("README.md", "python")]
+    assert any(f"from headrace.{framework} import load_file" in code for code in codes)
+
+
+@pytest.mark.parametrize("page", READMES)
+@pytest.mark.parametrize("command", COMMANDS)
+def test_command_for_a_fresh_machine_stands_alone_in_a_block(page: str, command: str) -> None:
+    assert [content for _, content in _blocks(page, "sh")].count(f"{command}\n") == 1
+
+
+def test_both_readmes_have_the_same_code() -> None:
+    assert _blocks(READMES[0]) == _blocks(READMES[1])
+
+
+def test_both_readmes_have_the_same_outline() -> None:
+    outlines = [re.findall(r"^(#+) |^(\|[-|]+\|)$", _prose(page), re.M) for page in READMES]
+    assert outlines[0]
+    assert outlines[0] == outlines[1]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_linked_files_exist(page: str) -> None:
+    targets = re.findall(r"\]\(([^)\s]+)\)", _prose(page))
+    missing = [t for t in targets if "://" not in t and not (ROOT / t.partition("#")[0]).exists()]
+    assert not missing
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_files_named_in_code_spans_exist(page: str) -> None:
+    named = re.findall(r"`((?:benchmarks|scripts|src|docs|tests|\.ci)/[\w./-]+)", _prose(page))
+    assert not [name for name in named if not (ROOT / name).exists()]
+
+
+@pytest.mark.parametrize("page", READMES)
+def test_commands_and_their_options_exist(page: str) -> None:
+    commands = getattr(typer.main.get_command(app), "commands", {})
+    spans = re.findall(r"`(headrace [a-z][^`\n]*)`", _prose(page))
+    lines = [line for _, content in _blocks(page, "sh") for line in content.splitlines()]
+    used = [*spans, *(line for line in lines if line.startswith("headrace "))]
+    assert {shlex.split(line)[1] for line in used} == set(commands)
+    for line in used:
+        _, name, *words = shlex.split(line)
+        known = {option for parameter in commands[name].params for option in parameter.opts}
+        assert {word for word in words if word.startswith("--")} <= known, line
+
+
+def _is_error(name: str) -> bool:
+    value = getattr(headrace, name)
+    return isinstance(value, type) and issubclass(value, headrace.HeadraceError)
+
+
+@pytest.mark.parametrize("page", READMES)
+def test_tables_name_every_option_route_and_error(page: str) -> None:
+    rows = set(re.findall(r"^\| `(\w+)` \|", _text(page), re.M))
+    routes = {str(route) for route in Route} - {"mapped", "gds"}
+    errors = {name for name in headrace.__all__ if _is_error(name)}
+    assert {field.name for field in fields(headrace.Options)} <= rows
+    assert routes <= rows
+    assert errors <= rows
+
+
+def _report_of(document: dict[str, Any]) -> Report:
+    """Make a report from what `Report.to_dict` gives."""
+    given = {field.name: document[field.name] for field in fields(Report)}
+    return Report(
+        **{
+            **given,
+            "planned": tuple(PlannedRoute(**part) for part in document["planned"]),
+            "observed": tuple(ObservedRoute(**part) for part in document["observed"]),
+            "rejected": tuple(Rejection(**part) for part in document["rejected"]),
+        }
+    )
+
+
+def test_example_of_a_report_is_one_of_this_version(tmp_path: Path) -> None:
+    (tmp_path / "data").write_bytes(b"1234")
+    made = headrace.read_into(bytearray(4), tmp_path / "data").to_dict()
+    shown = json.loads(_block("json"))
+    assert list(shown) == list(made)
+    assert list(shown["stages"]) == list(made["stages"])
+    assert str(_report_of(shown)) == _block("text").strip()
+
+
+@pytest.mark.parametrize("page", READMES)
+def test_results_come_from_a_committed_file(page: str) -> None:
+    rows = [line for line in _results(page).splitlines() if line.startswith("|")]
+    known: set[str] = set()
+    for path in sorted((ROOT / "benchmarks" / "results").glob("*.json")):
+        document = json.loads(path.read_text(encoding="utf-8"))
+        for every in (False, True):
+            known |= set(render_document(document, every_setting=every).splitlines())
+    assert not [row for row in rows if row not in known]
