@@ -17,6 +17,7 @@ from headrace.engines.base import Cargo, Engine, Stats
 from headrace.engines.cached import CachedEngine
 from headrace.engines.direct import DirectEngine
 from headrace.engines.host import HostEngine
+from headrace.engines.lanes import Lanes
 from headrace.engines.ring import Ring
 from headrace.errors import RouteUnavailable
 from headrace.formats.catalog import TensorSpec
@@ -80,6 +81,7 @@ class Context:
         self._system = system or Linux()
         self._cuda = cuda
         self._gpus: dict[int, Fact] = {}
+        self._lanes: Lanes | None = None
         self._ring: Ring | None = None
         self._warned: set[Rejection] = set()
         self._under_way = 0
@@ -111,8 +113,10 @@ class Context:
             self._closed = True
             self._changed.wait_for(lambda: not self._under_way)
             ring, self._ring = self._ring, None
-        if ring is not None:
-            ring.close()
+            lanes, self._lanes = self._lanes, None
+        for owned in (ring, lanes):
+            if owned is not None:
+                owned.close()
 
     def load_cuda(self) -> Cuda:
         """The CUDA bindings.
@@ -269,12 +273,19 @@ class Context:
             return CachedEngine(ring)
         raise RouteUnavailable(f"no engine moves bytes to {device} by the route {route}")
 
+    def _borrow_lanes(self) -> Lanes:
+        cuda = self.load_cuda()
+        with self._changed:
+            if self._lanes is None:
+                self._lanes = Lanes(cuda)
+            return self._lanes
+
     def _borrow_ring(self) -> Ring:
-        cuda, options = self.load_cuda(), self.options
+        cuda, lanes, options = self.load_cuda(), self._borrow_lanes(), self.options
         with self._changed:
             if self._ring is None:
                 pool = PinnedPool(cuda, options.block_nbytes, options.pinned_nbytes)
-                self._ring = Ring(cuda, pool)
+                self._ring = Ring(cuda, lanes, pool)
             return self._ring
 
     @contextlib.contextmanager
