@@ -39,8 +39,11 @@ class Cuda(Protocol):
     def pointer_device(self, pointer: int) -> int | None:
         """Ordinal of the device that owns `pointer`; None for host memory."""
 
-    def register_host(self, pointer: int, nbytes: int) -> None:
-        """Page-lock host memory that the caller owns, for every device."""
+    def register_host(self, pointer: int, nbytes: int, *, read_only: bool = False) -> None:
+        """Page-lock host memory that the caller owns, for every device; whole pages.
+
+        `read_only` is for memory that the process itself may only read, such as a mapped file.
+        """
 
     def unregister_host(self, pointer: int) -> None:
         """Undo `register_host`; no copy may be under way."""
@@ -126,9 +129,11 @@ class CudaRuntime:
         on_device = (kinds.cudaMemoryTypeDevice, kinds.cudaMemoryTypeManaged)
         return int(attributes.device) if attributes.type in on_device else None
 
-    def register_host(self, pointer: int, nbytes: int) -> None:
+    def register_host(self, pointer: int, nbytes: int, *, read_only: bool = False) -> None:
         """See `Cuda.register_host`."""
         flags = self._runtime.cudaHostRegisterPortable
+        if read_only:
+            flags |= self._runtime.cudaHostRegisterReadOnly
         self._check("cudaHostRegister", self._runtime.cudaHostRegister(pointer, nbytes, flags))
 
     def unregister_host(self, pointer: int) -> None:

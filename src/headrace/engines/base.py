@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from itertools import repeat
 from typing import NamedTuple, Protocol
 
+from headrace.bindings.cuda import Copy
 from headrace.memory.alignment import align_down
 from headrace.memory.buffer import Buffer
 from headrace.planning.plan import Piece, Transfer, cut
@@ -38,6 +39,17 @@ class Job(NamedTuple):
     def pieces(self) -> list[Piece]:
         """Wanted bytes of the window, and where they go."""
         return cut(self.transfer.pieces, self.start, self.stop)
+
+    def copies(self, buffers: Sequence[Buffer], base: int) -> list[Copy]:
+        """Copies to the GPU, out of host memory in which file offset 0 would lie at `base`."""
+        return [
+            (
+                buffers[piece.buffer].pointer + piece.buffer_offset,
+                base + piece.file_offset,
+                piece.nbytes,
+            )
+            for piece in self.pieces()
+        ]
 
 
 @dataclass(slots=True)

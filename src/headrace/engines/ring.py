@@ -132,13 +132,6 @@ class Ring:
         began = time.perf_counter()
         base = slot.block.pointer - fill(job, slot.block)
         tally.read_seconds += time.perf_counter() - began
-        copies = [
-            (
-                buffers[piece.buffer].pointer + piece.buffer_offset,
-                base + piece.file_offset,
-                piece.nbytes,
-            )
-            for piece in job.pieces()
-        ]
+        copies = job.copies(buffers, base)
         self._cuda.copy_to_device(copies, slot.stream)
         tally.moved_nbytes += sum(nbytes for _, _, nbytes in copies)

@@ -1,0 +1,107 @@
+"""Mapped engine: the GPU copies straight out of the page cache, without the CPU.
+
+A window of the file is mapped, its resident pages are registered with the GPU, and the copies read
+them where they lie. One thread does this: the driver serialises registrations, and more threads
+are slower (FACTS). The CPU never touches the mapping, so that a file which is truncated meanwhile
+cannot kill the process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import replace
+
+from headrace.bindings.cuda import Cuda
+from headrace.engines.base import Cargo, Job, Jobs, Stats, Tally, run_workers, total
+from headrace.engines.lanes import Lanes, streams_of
+from headrace.errors import DeviceError
+from headrace.memory.alignment import align_down, align_up
+from headrace.memory.mappings import Mappings, Window, WindowKey
+from headrace.options import PAGE_NBYTES
+from headrace.types import Route
+
+WINDOW_NBYTES = 128 << 20
+"""Bytes registered at a time: between 64 and 256 MiB all sizes are as fast (FACTS)."""
+
+
+class MappedEngine:
+    """`Engine` for destinations on a GPU, out of the page cache.
+
+    Parameters
+    ----------
+    cuda
+        The calls to make.
+    lanes
+        Where the streams come from.
+    mappings
+        Where the windows come from, and go to.
+    """
+
+    route = Route.MAPPED
+
+    def __init__(self, cuda: Cuda, lanes: Lanes, mappings: Mappings) -> None:
+        self._cuda = cuda
+        self._lanes = lanes
+        self._mappings = mappings
+
+    def run(self, cargo: Cargo) -> Stats:
+        """See `Engine.run`."""
+        device, streams = cargo.buffers[0].device.index, streams_of(cargo.buffers)
+        counts = {"registered": 0, "kept": 0}
+
+        def work(jobs: Jobs, tally: Tally) -> None:
+            in_use: deque[tuple[Window, int]] = deque()
+            # The lane is drained before the windows left by a failure are released.
+            with self._releasing(in_use), self._lanes.borrow(device, streams) as lane:
+                for stream in itertools.cycle(lane.streams):
+                    if len(in_use) == len(lane.streams):
+                        self._finish_oldest(in_use)
+                    job = jobs.take()
+                    if job is None:
+                        break
+                    window = self._take(cargo, job, counts, tally)
+                    in_use.append((window, stream))
+                    copies = job.copies(cargo.buffers, window.pointer - window.key.start)
+                    self._cuda.copy_to_device(copies, stream)
+                    tally.moved_nbytes += sum(nbytes for _, _, nbytes in copies)
+                while in_use:
+                    self._finish_oldest(in_use)
+
+        tallies = run_workers(work, replace(cargo, workers=1, block_nbytes=WINDOW_NBYTES))
+        windows = ", ".join(f"{count} {how}" for how, count in counts.items() if count)
+        return total(self.route, tallies, f"the GPU read the page cache itself; windows: {windows}")
+
+    def _take(self, cargo: Cargo, job: Job, counts: dict[str, int], tally: Tally) -> Window:
+        """A window around a job, cut like that of any other load of the same bytes."""
+        source = cargo.sources[job.transfer.source]
+        stop = min(align_up(job.stop, PAGE_NBYTES), source.nbytes)
+        key = WindowKey(source.identity, align_down(job.start, PAGE_NBYTES), stop)
+        began = time.perf_counter()
+        try:
+            window, kept = self._mappings.take(source.fd, key)
+        except (ValueError, DeviceError):
+            source.verify_unchanged()  # a file that was truncated explains it better
+            raise
+        tally.read_seconds += time.perf_counter() - began
+        counts["kept" if kept else "registered"] += 1
+        return window
+
+    def _finish_oldest(self, in_use: deque[tuple[Window, int]]) -> None:
+        """Wait for the copies of the oldest window, and give it back."""
+        window, stream = in_use[0]
+        self._cuda.synchronize_stream(stream)
+        in_use.popleft()
+        self._mappings.give_back(window)
+
+    @contextlib.contextmanager
+    def _releasing(self, in_use: deque[tuple[Window, int]]) -> Iterator[None]:
+        """Release, on the way out, the windows that a failure left in use."""
+        try:
+            yield
+        finally:
+            while in_use:
+                self._mappings.drop(in_use.popleft()[0])
