@@ -39,9 +39,20 @@ class RecordedSystem:
     texts: Mapping[str, str] = field(default_factory=dict)
     cpu_count: int = 4
     load: float = 0.0
+    links: Mapping[str, str] = field(default_factory=dict)
 
     def read(self, path: str) -> str | None:
         return self.texts.get(path)
+
+    def listdir(self, path: str) -> tuple[str, ...]:
+        below = [known.removeprefix(path + "/") for known in (*self.texts, *self.links)]
+        return tuple(sorted({rest.split("/")[0] for rest in below if not rest.startswith("/")}))
+
+    def exists(self, path: str) -> bool:
+        return path in self.texts or path in self.links or bool(self.listdir(path))
+
+    def read_link(self, path: str) -> str | None:
+        return self.links.get(path)
 
     def cpus(self) -> int:
         return self.cpu_count
