@@ -30,6 +30,12 @@ class Cuda(Protocol):
     def device_count(self) -> int:
         """Devices that this process sees."""
 
+    def device_attribute(self, name: str, device: int) -> int:
+        """Value of an attribute: a name of ``cudaDeviceAttr``, or of ``CUdevice_attribute``.
+
+        Makes no context on the device. `DeviceError` for an attribute that CUDA does not know.
+        """
+
     def current_device(self) -> int:
         """Ordinal of the calling thread's device."""
 
@@ -111,6 +117,29 @@ class CudaRuntime:
         if answer[0] == self._runtime.cudaError_t.cudaErrorNoDevice:
             return 0
         return int(self._check("cudaGetDeviceCount", answer))
+
+    def device_attribute(self, name: str, device: int) -> int:
+        """See `Cuda.device_attribute`."""
+        if name.startswith("CU_"):
+            return self._driver_attribute(name, device)
+        attribute = getattr(self._runtime.cudaDeviceAttr, name, None)
+        if attribute is None:
+            raise DeviceError(f"cudaDeviceGetAttribute: this cuda.bindings has no {name}")
+        answer = self._runtime.cudaDeviceGetAttribute(attribute, device)
+        return int(self._check("cudaDeviceGetAttribute", answer))
+
+    def _driver_attribute(self, name: str, device: int) -> int:
+        """Value of an attribute that the driver has and the runtime has not."""
+        from cuda.bindings import driver
+
+        attribute = getattr(driver.CUdevice_attribute, name, None)
+        if attribute is None:
+            raise DeviceError(f"cuDeviceGetAttribute: this cuda.bindings has no {name}")
+        self.device_count()  # the runtime initialises the driver
+        code, value = driver.cuDeviceGetAttribute(attribute, device)
+        if int(code):
+            raise DeviceError(f"cuDeviceGetAttribute failed: {code.name} ({int(code)})")
+        return int(value)
 
     def current_device(self) -> int:
         """See `Cuda.current_device`."""

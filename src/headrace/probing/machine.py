@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from headrace.bindings.sysfs import System
@@ -9,6 +10,9 @@ from headrace.probing.fact import Fact
 
 _BUSY_LOAD_PER_CPU = 0.75
 # Above three runnable tasks for four CPUs, a transfer's own workers would take time from others.
+
+PRESSURE_PERCENT = 10.0
+"""Share of the last ten seconds, in percent, from which on waiting tasks count as pressure."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +51,16 @@ def probe_machine(system: System) -> MachineFacts:
         "policy='auto' spends fewer CPU seconds for each byte while this holds",
     )
     return MachineFacts(cpus, _available_nbytes(system), busy)
+
+
+def probe_pressure(system: System) -> Fact:
+    """Whether tasks wait for a CPU: pressure stall information (PSI), Linux 4.20 on."""
+    name, path = "CPU pressure", "/proc/pressure/cpu"
+    match = re.search(r"^some avg10=([\d.]+)", system.read(path) or "", re.MULTILINE)
+    if match is None:
+        return Fact(name, None, "unknown", f"{path} cannot be read (psi=1 switches it on)")
+    found = f"some task waited for a CPU {match[1]} % of the last 10 s"
+    return Fact(name, float(match[1]) > PRESSURE_PERCENT, found, f"{path}: {PRESSURE_PERCENT} %")
 
 
 def _available_nbytes(system: System) -> int | None:

@@ -10,7 +10,8 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from headrace.testing.fake_cuda import FakeCuda, FakeDeviceArray
+from headrace.testing.fake_array import FakeDeviceArray
+from headrace.testing.fake_cuda import FakeCuda
 from headrace.testing.faulty_files import FaultyFiles
 
 if TYPE_CHECKING:

@@ -11,13 +11,13 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from headrace.bindings.cuda import LEGACY_STREAM, Copy
 from headrace.errors import DeviceError
 
 POISON = 0xA5
-"""Byte that fills a new `FakeDeviceArray`."""
+"""Byte that fills a new `headrace.testing.FakeDeviceArray`."""
 
 
 @dataclass(slots=True, eq=False)
@@ -137,6 +137,11 @@ class FakeCuda:
         if not self._devices:
             self._refuse("cudaGetDevice", "cudaErrorNoDevice", 100, "there are 0 devices")
         return int(getattr(self._thread, "device", 0))
+
+    def device_attribute(self, name: str, device: int) -> int:
+        """See `Cuda.device_attribute`; a fake device can do everything, and is not integrated."""
+        self._check_device("cudaDeviceGetAttribute", device)
+        return int("Integrated" not in name)
 
     def set_device(self, device: int) -> None:
         """See `Cuda.set_device`."""
@@ -358,42 +363,3 @@ class FakeCuda:
         message = f"{call} failed: {name} ({code}): {what}"
         self.errors.extend([message] if misuse else [])
         raise DeviceError(message)
-
-
-class FakeDeviceArray:
-    """Bytes on a device of a `FakeCuda`, filled with `POISON`, to be the end of a transfer.
-
-    An array of 0 bytes has no memory; `stream` is what ``__cuda_array_interface__`` tells the
-    reader to wait for, None for nothing.
-    """
-
-    def __init__(
-        self, cuda: FakeCuda, nbytes: int, device: int = 0, stream: int | None = None
-    ) -> None:
-        self.pointer = cuda.device_alloc(nbytes, device) if nbytes else 0
-        self.nbytes = nbytes
-        self.stream = stream
-        self._cuda = cuda
-        self.fill(POISON)
-
-    @property
-    def __cuda_array_interface__(self) -> dict[str, Any]:
-        memory = {"shape": (self.nbytes,), "data": (self.pointer, False)}
-        return {"version": 3, "typestr": "|u1", "stream": self.stream, **memory}
-
-    def view(self, offset: int, nbytes: int) -> FakeDeviceArray:
-        """Part of this array, in the same memory; ValueError where it is not inside."""
-        if not 0 <= offset <= offset + nbytes <= self.nbytes:
-            raise ValueError(f"view of bytes [{offset}, {offset + nbytes}) of {self.nbytes}")
-        part = FakeDeviceArray(self._cuda, 0, stream=self.stream)
-        part.pointer, part.nbytes = (self.pointer + offset if nbytes else 0), nbytes
-        return part
-
-    def tobytes(self) -> bytes:
-        """Bytes that it holds now; copies that are still queued do not run."""
-        return self._cuda.device_bytes(self.pointer, self.nbytes) if self.nbytes else b""
-
-    def fill(self, value: int) -> None:
-        """Set every byte to `value` now, past every stream."""
-        if self.nbytes:
-            self._cuda.device_write(self.pointer, bytes([value]) * self.nbytes)
