@@ -18,7 +18,14 @@ if TYPE_CHECKING:
     from headrace.testing.engine_suite import EngineSuite
     from headrace.testing.format_suite import FormatSuite
 
-__all__ = ["EngineSuite", "FakeCuda", "FakeDeviceArray", "FaultyFiles", "FormatSuite"]
+__all__ = [
+    "EngineSuite",
+    "FakeCuFile",
+    "FakeCuda",
+    "FakeDeviceArray",
+    "FaultyFiles",
+    "FormatSuite",
+]
 
 
 def __getattr__(name: str) -> Any:
