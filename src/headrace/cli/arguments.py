@@ -153,6 +153,10 @@ SourcesArgument = Annotated[
 SourceArgument = Annotated[
     str, typer.Argument(metavar="SOURCE", help="safetensors file, directory or index; or .npy.")
 ]
+PathArgument = Annotated[
+    str | None,
+    typer.Argument(metavar="PATH", help="File or folder whose volume is looked at too."),
+]
 NamesOption = Annotated[
     list[str] | None,
     typer.Option("--names", metavar="NAME|GLOB", help="Only these tensors; repeatable."),

@@ -125,6 +125,27 @@ def explain(
         _show(as_json, result.to_dict(), "explanation", result, tensors=tensors)
 
 
+@app.command()
+def doctor(
+    context: typer.Context,
+    path: arg.PathArgument = None,
+    as_json: arg.JsonOption = False,
+    debug: arg.DebugOption = False,
+) -> None:
+    """Say what this machine, and the volume under PATH, can do, and what would change it."""
+    from headrace.cli import doctor as command
+    from headrace.cli import render
+
+    with report_failure(debug or context.obj):
+        diagnosis = command.collect(command.DoctorRequest(path))
+        if as_json:
+            typer.echo(json.dumps(diagnosis.to_dict(), indent=2))
+        else:
+            command.render(diagnosis, render.make_console())
+    if not diagnosis.works:
+        raise typer.Exit(1)
+
+
 def _show(as_json: bool, document: Any, kind: str, result: Any, **how: Any) -> None:
     """Print a result: one JSON document, or tables."""
     if as_json:
