@@ -92,8 +92,8 @@ class GdsSession:
         """Why this process may not use the driver, as far as is known without trying it."""
         if self._opened_by not in (None, os.getpid()):
             return (
-                f"process {os.getpid()} was forked from {self._opened_by}, which had opened cuFile, "
-                "whose state is undefined here (start workers by spawn or forkserver, or read by "
+                f"process {os.getpid()} was forked from {self._opened_by}, which had opened "
+                "cuFile; its state is undefined here (start workers by spawn or forkserver, or take "
                 "another route)"
             )
         if self._probed is not None and not self._probed.works:
