@@ -27,7 +27,7 @@ def probe_nvidia_fs(system: System) -> tuple[Fact, ...]:
         "/proc/modules",
         ""
         if modules is not None
-        else "do not force gds here: libcufile 1.16 to 1.20 never return from cuFileDriverOpen",
+        else "use a kernel with modules: libcufile 1.16 to 1.20 spin in cuFileDriverOpen here",
     )
     loaded = _nvidia_fs_fact(system, modules)
     if loaded.holds is not True:

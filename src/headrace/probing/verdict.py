@@ -122,7 +122,10 @@ def _judge_gds(named: Facts, allows_compat: bool) -> RouteVerdict:
 
 def _without_gds(obstacles: Sequence[Fact], allows_compat: bool) -> str:
     """What cuFile would do with the file, if it were asked all the same."""
-    if any(fact.name == "udev record" for fact in obstacles):
+    names = {fact.name for fact in obstacles}
+    if "loadable modules" in names:
+        return "cuFile's driver would not come back from being opened"
+    if "udev record" in names:
         return "cuFile refuses the file (5027)"
     if allows_compat:
         return "only cuFile's compatibility mode, through the CPU, would serve"
@@ -132,6 +135,11 @@ def _without_gds(obstacles: Sequence[Fact], allows_compat: bool) -> str:
 def _way(named: Facts) -> str:
     name = "nvidia-fs" if named["nvidia-fs"].holds else "P2PDMA"
     return f"{name}: {named[name].found}"
+
+
+def _check_modules(named: Facts) -> Sequence[Fact]:
+    """Without modules, opening cuFile's driver never ends."""
+    return (named["loadable modules"],)
 
 
 def _check_way(named: Facts) -> Sequence[Fact]:
@@ -184,6 +192,7 @@ def _check_volume(named: Facts) -> Sequence[Fact]:
 
 
 _GDS_CHECKS: tuple[Callable[[Facts], Sequence[Fact]], ...] = (
+    _check_modules,
     _check_way,
     _check_p2pdma_volume,
     _check_hooks,
