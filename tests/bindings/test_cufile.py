@@ -194,7 +194,7 @@ def test_code_that_the_binding_does_not_know_is_still_told(make: Make) -> None:
 
 def test_library_that_is_not_there_is_a_device_error_with_a_remedy(make: Make) -> None:
     cufile, _ = make(get_version=RuntimeError("no libcufile.so"))
-    with pytest.raises(DeviceError, match=r"no libcufile\.so \(install nvidia-cufile"):
+    with pytest.raises(DeviceError, match="install nvidia-cufile"):
         cufile.version()
 
 
@@ -246,15 +246,14 @@ def test_statistics_come_first_and_the_log_path_is_told_while_the_driver_opens(
     make: Make, monkeypatch: pytest.MonkeyPatch, before: str | None
 ) -> None:
     seen: list[str | None] = []
-    cufile, recorder = make(
-        driver_open=lambda: seen.append(os.environ.get("CUFILE_LOGFILE_PATH")),
-    )
-    monkeypatch.delenv("CUFILE_LOGFILE_PATH", raising=False)
+    name = "CUFILE_LOGFILE_PATH"
+    cufile, recorder = make(driver_open=lambda: seen.append(os.environ.get(name)))
+    monkeypatch.delenv(name, raising=False)
     if before:
-        monkeypatch.setenv("CUFILE_LOGFILE_PATH", before)
+        monkeypatch.setenv(name, before)
     cufile.open_driver("/nowhere/cufile.log")
     assert seen == ["/nowhere/cufile.log"]
-    assert os.environ.get("CUFILE_LOGFILE_PATH") == before
+    assert os.environ.get(name) == before
     assert recorder.names == ["set_stats_level", "driver_open", "stats_start"]
     assert recorder.calls[0] == ("set_stats_level", 3)
 
@@ -316,14 +315,13 @@ def test_nvidia_fs_tells_its_own_reads_and_nothing_of_the_others() -> None:
     assert counters.describe_reads() == "nvidia-fs statistics of all processes: 12 nvfs reads"
 
 
-@pytest.mark.parametrize("text", [None, "", "IO stats: Disabled\n"])
-def test_nvidia_fs_that_counts_nothing_is_none(text: str | None) -> None:
-    assert parse_nvidia_fs(text) is None
+def test_nvidia_fs_that_counts_nothing_is_none() -> None:
+    assert [parse_nvidia_fs(text) for text in (None, "", "IO stats: Off\n")] == [None] * 3
 
 
 def test_reads_by_two_ways_are_not_compatibility_mode() -> None:
-    assert Counters("x", p2p_reads=1, nvfs_reads=0, posix_reads=5).compatibility is False
-    assert Counters("x", p2p_reads=0, nvfs_reads=0, posix_reads=0).compatibility is False
+    found = [Counters("x", p2p, nvfs, posix) for p2p, nvfs, posix in ((1, 0, 5), (0, 0, 0))]
+    assert [each.compatibility for each in found] == [False, False]
 
 
 def test_batch_says_where_each_request_goes(make: Make) -> None:

@@ -237,7 +237,7 @@ class CuFileLibrary:
         self._check("cuFileBatchIOGetStatus", ask, batch, minimum, *places)
         complete = int(self._cufile.Status.COMPLETE)
         return [
-            BatchEvent(int(event["cookie"]), event["status"] == complete, int(event["ret"]))
+            BatchEvent(int(event["cookie"]), int(event["status"]) == complete, int(event["ret"]))
             for event in events[: int(count[0])]
         ]
 

@@ -23,6 +23,7 @@ TIMEOUT_S = 10.0
 
 _PROBE_NBYTES = 4096
 _DYING_S = 2.0  # a child that the kernel does not let go is left behind
+_MODULES = "/proc/modules"  # libcufile 1.16 to 1.20 spin without it
 _CHILD = """
 import json, sys
 question = json.loads(sys.argv[1])
@@ -95,7 +96,9 @@ def _wait_for(child: subprocess.Popen[bytes], log: Path, timeout_s: float) -> Cu
         child.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):
             child.communicate(timeout=_DYING_S)
-        return CuFileProbe(False, f"cuFile did not answer within {timeout_s:g} s{_said(log)}")
+        hint = "" if os.path.exists(_MODULES) else f"; it spins where {_MODULES} does not exist"
+        why = f"cuFile did not answer within {timeout_s:g} s{hint}{_said(log)}"
+        return CuFileProbe(False, why)
     except BaseException:
         child.kill()
         raise

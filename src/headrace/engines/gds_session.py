@@ -93,7 +93,7 @@ class GdsSession:
         if self._opened_by not in (None, os.getpid()):
             return (
                 f"process {os.getpid()} was forked from {self._opened_by}, which had opened "
-                "cuFile; its state is undefined here (start workers by spawn or forkserver, or take "
+                "cuFile; its state is undefined here (start workers by spawn, or use "
                 "another route)"
             )
         if self._probed is not None and not self._probed.works:

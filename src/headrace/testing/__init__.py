@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from headrace.testing.fake_array import FakeDeviceArray
 from headrace.testing.fake_cuda import FakeCuda
+from headrace.testing.fake_cufile import FakeCuFile
 from headrace.testing.faulty_files import FaultyFiles
 
 if TYPE_CHECKING:
