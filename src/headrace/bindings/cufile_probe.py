@@ -21,6 +21,7 @@ from headrace.errors import HeadraceError
 TIMEOUT_S = 10.0
 """How long the child may take; opening the driver was seen to take 2 s."""
 
+_LOG = "cufile.log"
 _PROBE_NBYTES = 4096
 _DYING_S = 2.0  # a child that the kernel does not let go is left behind
 _MODULES = "/proc/modules"  # libcufile 1.16 to 1.20 spin without it
@@ -71,22 +72,26 @@ def probe_cufile(
         return CuFileProbe(False, "there is no Python interpreter to probe cuFile with")
     question = {"path": path and os.path.abspath(path), "device": device, "sys_path": sys.path}
     with tempfile.TemporaryDirectory(prefix="headrace-", ignore_cleanup_errors=True) as folder:
-        log = Path(folder, "cufile.log")
-        # The one place that hands on the whole environment: the child is this process's double.
-        environment = {**os.environ, "CUFILE_LOGFILE_PATH": str(log)}
-        if config_path is not None:
-            environment["CUFILE_ENV_PATH_JSON"] = os.path.abspath(config_path)
-        command = [sys.executable, "-W", "ignore", "-c", _CHILD, json.dumps(question)]
-        child = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            cwd=folder,  # where cuFile would leave a log whatever it was told
-            env=environment,
-            start_new_session=True,
-        )
-        return _wait_for(child, log, timeout_s)
+        child = _start(question, folder, config_path)
+        return _wait_for(child, Path(folder, _LOG), timeout_s)
+
+
+def _start(
+    question: dict[str, object], folder: str, config_path: str | None
+) -> subprocess.Popen[bytes]:
+    # The one place that hands on the whole environment: the child is this process's double.
+    environment = {**os.environ, "CUFILE_LOGFILE_PATH": os.path.join(folder, _LOG)}
+    if config_path is not None:
+        environment["CUFILE_ENV_PATH_JSON"] = os.path.abspath(config_path)
+    return subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-c", _CHILD, json.dumps(question)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        cwd=folder,  # where cuFile would leave a log whatever it was told
+        env=environment,
+        start_new_session=True,
+    )
 
 
 def _wait_for(child: subprocess.Popen[bytes], log: Path, timeout_s: float) -> CuFileProbe:

@@ -78,14 +78,13 @@ class Registrations:
         pointer, nbytes
             The buffer.
         owner
-            Keeps the memory alive; the registration is kept for as long as it lives, if it can
-            be referred to weakly, or until the block ends.
+            Keeps the memory alive. The registration lasts as long, or, where there can be no weak
+            reference to it, until the block ends.
 
         Yields
         ------
         bool
-            Whether it is registered. If not, cuFile serves it through bounce buffers of its own;
-            `failure` has the reason where that was not the budget.
+            Whether it is registered. If not, cuFile bounces; `failure` has the reason.
 
         Raises
         ------
