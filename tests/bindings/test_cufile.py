@@ -393,9 +393,5 @@ def test_rest_of_the_calls_reach_the_binding(make: Make) -> None:
     cufile.deregister_stream(5)
     cufile.deregister_buffer(4096)
     cufile.deregister_handle(9)
-    assert recorder.calls[1:] == [
-        ("stream_register", 5, 0),
-        ("stream_deregister", 5),
-        ("buf_deregister", 4096),
-        ("handle_deregister", 9),
-    ]
+    assert recorder.calls[1:3] == [("stream_register", 5, 0), ("stream_deregister", 5)]
+    assert recorder.calls[3:] == [("buf_deregister", 4096), ("handle_deregister", 9)]

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -77,7 +77,7 @@ def probe_cufile(
 
 
 def _start(
-    question: dict[str, object], folder: str, config_path: str | None
+    question: Mapping[str, object], folder: str, config_path: str | None
 ) -> subprocess.Popen[bytes]:
     # The one place that hands on the whole environment: the child is this process's double.
     environment = {**os.environ, "CUFILE_LOGFILE_PATH": os.path.join(folder, _LOG)}
