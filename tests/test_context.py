@@ -28,8 +28,10 @@ from tests.support import (
     PAGE,
     TIMEOUT_S,
     RecordedSystem,
+    ends_in_time,
     folder_with_direct,
     no_workers_left,
+    run_python,
     write_random,
 )
 
@@ -61,7 +63,7 @@ def log() -> Iterator[list[logging.LogRecord]]:
     """What the logger `headrace` is told meanwhile."""
     records: list[logging.LogRecord] = []
     handler, logger = logging.Handler(), logging.getLogger("headrace")
-    handler.emit = records.append  # type: ignore[method-assign]
+    setattr(handler, "emit", records.append)  # noqa: B010 (mypy forbids the assignment)
     before = logger.level
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
@@ -129,24 +131,15 @@ def test_resident_bytes_are_wanted_bytes_only(model: Path) -> None:
     assert report.resident_nbytes <= 8000
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="where neither cachestat nor mincore answers, the stretches are taken as resident and "
-    "the report says 'the page cache holds these bytes', which nobody knows",
-)
 def test_reason_claims_no_residency_that_is_unknown(sample: tuple[Path, bytes]) -> None:
     files = FaultyFiles(no_cachestat=True, no_mincore=True)
     with hr.Context(files=files) as context:
         report = load(sample[0], context)
-    whys = [each.why for each in (*report.planned, *report.rejected)]
-    assert not [why for why in whys if "the page cache holds these bytes" in why]
+    whys = [each.why for each in report.planned] + [each.why for each in report.rejected]
+    claims = [why for why in whys if "the page cache holds these bytes" in why]
+    assert not [why for why in claims if "cannot be known" not in why]
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="the watch starts after the files are opened: Report.seconds, 'wall time of the whole "
-    "call', and the stage 'open' leave that out, which on a network file system is not little",
-)
 def test_wall_time_of_the_report_is_that_of_the_call(sample: tuple[Path, bytes]) -> None:
     class SlowToOpen(FaultyFiles):
         def open(self, path: str, *, direct: bool = False) -> int:
@@ -159,6 +152,24 @@ def test_wall_time_of_the_report_is_that_of_the_call(sample: tuple[Path, bytes])
         wall = time.perf_counter() - began
     assert report.seconds <= wall
     assert report.seconds > 0.35
+
+
+@pytest.mark.xfail(
+    strict=True,
+    reason="a single worker works in the caller's thread, whose CPU time is then counted twice: by "
+    "the worker's tally and by the watch",
+)
+def test_cpu_time_of_a_small_read_is_counted_once(sample: tuple[Path, bytes]) -> None:
+    class Busy(FaultyFiles):
+        def preadv(self, fd: int, views: Sequence[memoryview], file_offset: int) -> int:
+            until = time.thread_time() + 0.1
+            while time.thread_time() < until:
+                pass
+            return super().preadv(fd, views, file_offset)
+
+    with hr.Context(files=Busy()) as context:
+        report = hr.read_into(bytearray(PAGE), sample[0], context=context)
+    assert 0.1 <= report.cpu_seconds < 0.15
 
 
 # Logging.
@@ -246,9 +257,11 @@ def test_strict_context_refuses_memory_that_cannot_be_page_locked(
 ) -> None:
     cuda, files = FakeCuda(pinned_limit_nbytes=0), FaultyFiles()
     array = FakeDeviceArray(cuda, SIZE)
-    with hr.Context(hr.Options(strict=True), files=files, cuda=cuda) as context:
-        with pytest.raises(hr.RouteUnavailable, match="no page-locked memory"):
-            hr.read_into(array, sample[0], context=context)
+    with (
+        hr.Context(hr.Options(strict=True), files=files, cuda=cuda) as context,
+        pytest.raises(hr.RouteUnavailable, match="no page-locked memory"),
+    ):
+        hr.read_into(array, sample[0], context=context)
     assert files.nbytes_read == 0
 
 
@@ -312,7 +325,7 @@ def test_explain_plans_what_the_load_then_does_and_reads_no_payload(
     path, _ = sample
     files, cuda = FaultyFiles(**faults), FakeCuda()
     with hr.Context(files=files, cuda=cuda) as context:
-        made = hr.explain(path, device=device, context=context)
+        made = hr.explain(path, device=device, raw=True, context=context)
         assert (files.reads, files.nbytes_read, files.open_descriptors) == (0, 0, ())
         assert cuda.pinned_nbytes == 0
         into = bytearray(SIZE) if device == "cpu" else FakeDeviceArray(cuda, SIZE)
@@ -383,8 +396,8 @@ def as_checkpoint(path: Path) -> Path:
 
 def test_progress_of_a_small_load_reaches_the_total_too(model: Path) -> None:
     for _ in range(20):
-        told: list[tuple[int, int]] = []
-        hn.load(model, progress=lambda moved, total: told.append((moved, total)))
+        told: list[tuple[int, ...]] = []
+        hn.load(model, progress=lambda *numbers, told=told: told.append(numbers))
         assert told[-1:] == [(12_000, 12_000)]
 
 
@@ -573,7 +586,7 @@ def test_closed_context_refuses_and_says_what_to_do(sample: tuple[Path, bytes]) 
     context.close()
     for call in (
         lambda: load(sample[0], context),
-        lambda: hr.explain(sample[0], device="cpu", context=context),
+        lambda: hr.explain(sample[0], device="cpu", raw=True, context=context),
         lambda: hn.load(as_checkpoint(sample[0]), context=context),
     ):
         with pytest.raises(ValueError, match="the context is closed; make a new one"):
@@ -592,6 +605,21 @@ def test_closing_waits_for_the_load_that_is_under_way(sample: tuple[Path, bytes]
         assert under_way.result(TIMEOUT_S).nbytes == SIZE
 
 
+@pytest.mark.xfail(
+    strict=True,
+    reason="close() in a progress callback waits for the transfer that it is a part of: a deadlock "
+    "without a word; it could raise, or close once the transfer has ended",
+)
+def test_closing_inside_a_transfer_does_not_wait_for_itself(model: Path) -> None:
+    context = hr.Context()
+
+    def work() -> None:
+        with contextlib.suppress(Exception):
+            hn.load(model, context=context, progress=lambda *_: context.close())
+
+    assert ends_in_time(work, 0.5)
+
+
 def test_closing_releases_streams_and_page_locked_memory(sample: tuple[Path, bytes]) -> None:
     cuda = FakeCuda()
     array = FakeDeviceArray(cuda, SIZE)
@@ -608,7 +636,7 @@ def test_nothing_is_made_before_it_is_needed(sample: tuple[Path, bytes]) -> None
     cuda = FakeCuda()
     with hr.Context(cuda=cuda) as context:
         load(sample[0], context)
-        hr.explain(sample[0], device="cuda", context=context)
+        hr.explain(sample[0], device="cuda", raw=True, context=context)
         assert (cuda.live_streams, cuda.peak_pinned_nbytes) == (0, 0)
 
 
@@ -633,14 +661,16 @@ def test_two_contexts_work_at_once_with_pools_of_their_own(sample: tuple[Path, b
     cuda = FakeCuda(devices=2)
     options = hr.Options(workers=3, block_nbytes=MIB, pinned_nbytes=3 * MIB)
     arrays = [FakeDeviceArray(cuda, SIZE, device) for device in (0, 1)]
-    with hr.Context(options, cuda=cuda) as first, hr.Context(options, cuda=cuda) as second:
-        with ThreadPoolExecutor(2) as threads:
-            reports = list(
-                threads.map(
-                    lambda pair: hr.read_into(pair[0], path, context=pair[1]),
-                    zip(arrays, (first, second), strict=True),
-                )
-            )
+    with (
+        hr.Context(options, cuda=cuda) as first,
+        hr.Context(options, cuda=cuda) as second,
+        ThreadPoolExecutor(2) as threads,
+    ):
+        reading = [
+            threads.submit(hr.read_into, array, path, context=context)
+            for array, context in zip(arrays, (first, second), strict=True)
+        ]
+        reports = [each.result(TIMEOUT_S) for each in reading]
     assert [array.tobytes() == content for array in arrays] == [True, True]
     assert {report.device for report in reports} == {"cuda:0", "cuda:1"}
     assert all(report.pinned_nbytes <= 3 * MIB for report in reports)
@@ -657,9 +687,11 @@ def test_threads_share_one_context(sample: tuple[Path, bytes]) -> None:
         hr.read_into(buffer, path, file_offset=number * 777, context=context)
         return buffer == content[number * 777 : number * 777 + len(buffer)]
 
-    with hr.Context(hr.Options(workers=2), files=files) as context:
-        with ThreadPoolExecutor(4) as threads:
-            assert all(threads.map(read, range(12)))
+    with (
+        hr.Context(hr.Options(workers=2), files=files) as context,
+        ThreadPoolExecutor(4) as threads,
+    ):
+        assert all(threads.map(read, range(12)))
     assert files.open_descriptors == ()
 
 
@@ -668,6 +700,30 @@ def test_default_context_is_one_and_serves_the_module_functions(
 ) -> None:
     assert hr.default_context() is hr.default_context() is hr.Context.default()
     assert hr.default_context().options == hr.Options()
+
+
+@pytest.mark.xfail(
+    strict=True,
+    reason="functools.cache holds no lock while the function runs: threads that ask together get "
+    "contexts of their own, with a pinned budget each, and all but the last are never closed",
+)
+def test_default_context_is_made_once_though_threads_ask_together() -> None:
+    code = """
+import threading, time
+import headrace.context as module
+class Slow(module.Context):
+    def __init__(self):
+        time.sleep(0.2)
+        super().__init__()
+module.Context, found = Slow, []
+threads = [
+    threading.Thread(target=lambda: found.append(module.default_context())) for _ in range(3)
+]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+print(len(set(map(id, found))))
+"""
+    assert run_python(code).strip() == "1"
 
 
 def test_small_model_pins_little_however_slow_the_driver(tmp_path: Path) -> None:
@@ -727,9 +783,9 @@ def test_gpu_without_bindings_is_unavailable_with_what_to_install(
     monkeypatch.setitem(sys.modules, "cuda.bindings", None)
     with hr.Context() as context:
         assert context.gpu_fact().holds is False
-        with pytest.raises(hr.RouteUnavailable, match=r"pip install 'headrace\[cuda13\]'"):
-            hr.explain(sample[0], device="cuda", context=context)
-        assert hr.explain(sample[0], context=context).device == "cpu"
+        with pytest.raises(hr.RouteUnavailable, match=r"\[cuda13\]"):
+            hr.explain(sample[0], device="cuda", raw=True, context=context)
+        assert hr.explain(sample[0], raw=True, context=context).device == "cpu"
 
 
 def test_file_on_a_file_system_in_memory_is_taken_as_resident(sample: tuple[Path, bytes]) -> None:
@@ -746,6 +802,8 @@ def test_changed_file_raises_though_every_byte_arrived(
 ) -> None:
     path = tmp_path / "file"
     write_random(path, 100)
-    with hr.Context(files=FaultyFiles(rewrite_after=100), observers=Observers()) as context:
-        with pytest.raises(hr.SourceChanged, match="was written to"):
-            load(path, context)
+    with (
+        hr.Context(files=FaultyFiles(rewrite_after=100), observers=Observers()) as context,
+        pytest.raises(hr.SourceChanged, match="was written to"),
+    ):
+        load(path, context)

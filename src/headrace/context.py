@@ -163,9 +163,10 @@ class Context:
             See `headrace.errors`; ValueError for a route that does not exist or a closed context.
         """
         forced = parse_route(route)
-        with self._use(), open_sources(want.paths, self._files) as sources:
-            watch = Stopwatch()
+        watch = Stopwatch()
+        with self._use(), contextlib.ExitStack() as stack:
             with watch.stage("open"):
+                sources = stack.enter_context(open_sources(want.paths, self._files))
                 wanted = select(want.describe(sources), want.names)
             with watch.stage("plan"):
                 found, plan = self._plan(sources, wanted, device, forced)
@@ -233,6 +234,9 @@ class Context:
         progress: Progress | None,
     ) -> list[Stats]:
         """Let the engine of each route move its stretches, one engine after the other."""
+        for transfer in plan.transfers:
+            if transfer.keep_clean:
+                found.sources[transfer.source].expect_random()
         stats: list[Stats] = []
         workers = choose_workers(self.options, found.machine, device, found.nbytes)
         for route in dict.fromkeys(transfer.route for transfer in plan.transfers):

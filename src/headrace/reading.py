@@ -84,6 +84,7 @@ def explain(
     *,
     device: Any = None,
     route: str = "auto",
+    raw: bool = False,
     context: Context | None = None,
 ) -> Explanation:
     """Say what a load would do and why; reads headers and facts, no payload.
@@ -91,13 +92,14 @@ def explain(
     Parameters
     ----------
     source
-        A safetensors file, a directory or index of them, a list of files, a ``.npy`` file; any
-        other file is taken as bytes.
+        A safetensors file, a directory or index of them, a list of files, or a ``.npy`` file.
     device
         "cpu", "cuda", "cuda:N", or a CUDA ordinal; None takes the first CUDA device, or the host
         where there is none.
     route, context
         As for a load.
+    raw
+        Take any file as bytes, as `read_into` does.
 
     Raises
     ------
@@ -105,7 +107,7 @@ def explain(
         What the load would raise before its first byte.
     """
     context = context or default_context()
-    return context.explain(want_any(source), _pick_device(device, context), route=route)
+    return context.explain(want_any(source, raw=raw), _pick_device(device, context), route=route)
 
 
 def trace() -> Trace:

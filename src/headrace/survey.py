@@ -91,14 +91,21 @@ def want_checkpoint(source: SourceLike, names: Sequence[str] | None = None) -> W
     return Want(name_source(source), paths, lambda _: read_checkpoint(source), chosen)
 
 
-def want_any(source: SourceLike) -> Want:
-    """Want whatever the source is: ``.npy``, a checkpoint, or any other file as bytes."""
+def want_any(source: SourceLike, *, raw: bool = False) -> Want:
+    """Want what ``read`` or ``load`` would: a ``.npy`` file, or a checkpoint.
+
+    Parameters
+    ----------
+    source
+        A file, a directory, an index or a list of files.
+    raw
+        Take a file as bytes, whatever it is.
+    """
     path = name_source(source)
-    if isinstance(source, (str, os.PathLike)) and os.path.isfile(path):
-        if path.lower().endswith(".npy"):
-            return Want(path, (path,), lambda _: (read_npy(path),))
-        if not path.lower().endswith((".safetensors", ".json")):
-            return Want(path, (path,), lambda opened: (describe_raw(path, opened[0].nbytes),))
+    if raw:
+        return Want(path, (path,), lambda opened: (describe_raw(path, opened[0].nbytes),))
+    if isinstance(source, (str, os.PathLike)) and path.lower().endswith(".npy"):
+        return Want(path, (path,), lambda _: (read_npy(path),))
     return want_checkpoint(source)
 
 
@@ -188,5 +195,5 @@ def _residency_fact(residency: Residency) -> Fact:
         residency.resident_nbytes >= total if known else None,
         found if known else "unknown",
         residency.why,
-        "" if known else "own the file, or use Linux 6.5 or later",
+        "" if known else "own the file, or be allowed to write to it",
     )

@@ -79,9 +79,12 @@ def test_memory_that_may_not_be_written_is_a_mismatch(obj: Any) -> None:
 def test_mapping_of_a_file_for_reading_is_a_mismatch(tmp_path: Any) -> None:
     path = tmp_path / "file"
     path.write_bytes(bytes(100))
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 100, prot=mmap.PROT_READ) as mapping:
-        with pytest.raises(BufferMismatch, match="mmap.mmap is read-only"):
-            describe(mapping)
+    with (
+        path.open("rb") as file,
+        mmap.mmap(file.fileno(), 100, prot=mmap.PROT_READ) as mapping,
+        pytest.raises(BufferMismatch, match=r"mmap\.mmap is read-only"),
+    ):
+        describe(mapping)
 
 
 @pytest.mark.parametrize("step", [2, -1])
@@ -321,7 +324,7 @@ def test_empty_cuda_array_needs_no_pointer(data: Any) -> None:
 
 @pytest.mark.xfail(
     strict=True,
-    reason="hasattr() lets the RuntimeError of torch's CUDA tensors that require a gradient through",
+    reason="hasattr() lets the RuntimeError of torch's CUDA tensors that require a gradient out",
 )
 def test_array_that_refuses_to_show_its_interface_is_a_mismatch() -> None:
     class NeedsGrad:
@@ -364,7 +367,7 @@ def test_dlpack_producer_on_the_host_is_host_memory() -> None:
 
 def test_producer_that_cannot_export_is_a_mismatch_with_its_reason() -> None:
     class Stubborn(FakeProducer):
-        def __dlpack__(self, **_: Any) -> Any:  # type: ignore[override]
+        def __dlpack__(self, **_: Any) -> Any:
             raise BufferError("no such type in DLPack")
 
     with pytest.raises(BufferMismatch, match="no such type in DLPack"):
@@ -373,7 +376,7 @@ def test_producer_that_cannot_export_is_a_mismatch_with_its_reason() -> None:
 
 def test_type_that_dlpack_lacks_goes_by_the_cuda_array_interface() -> None:
     class Half(FakeProducer):
-        def __dlpack__(self, **_: Any) -> Any:  # type: ignore[override]
+        def __dlpack__(self, **_: Any) -> Any:
             raise BufferError("no such type in DLPack")
 
         @property

@@ -67,6 +67,12 @@ class Files(Protocol):
     def forget(self, fd: int, file_offset: int, nbytes: int) -> None:
         """Drop clean pages of the range from the page cache (POSIX_FADV_DONTNEED)."""
 
+    def expect_random(self, fd: int) -> None:
+        """Read nothing ahead of what is asked for through this descriptor (POSIX_FADV_RANDOM)."""
+
+    def is_cached(self, fd: int, file_offset: int) -> bool:
+        """Whether one byte can be had without storage (preadv2, RWF_NOWAIT); OSError if untold."""
+
     def cached_pages(self, fd: int, file_offset: int, nbytes: int) -> int:
         """Pages of the range in the page cache (cachestat); OSError where it cannot be told."""
 
@@ -109,6 +115,17 @@ class PosixFiles:
     def forget(self, fd: int, file_offset: int, nbytes: int) -> None:
         """See `Files.forget`."""
         os.posix_fadvise(fd, file_offset, nbytes, os.POSIX_FADV_DONTNEED)
+
+    def expect_random(self, fd: int) -> None:
+        """See `Files.expect_random`."""
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
+
+    def is_cached(self, fd: int, file_offset: int) -> bool:
+        """See `Files.is_cached`."""
+        try:
+            return os.preadv(fd, [bytearray(1)], file_offset, os.RWF_NOWAIT) == 1
+        except BlockingIOError:
+            return False
 
     def cached_pages(self, fd: int, file_offset: int, nbytes: int) -> int:
         """See `Files.cached_pages`."""

@@ -44,7 +44,7 @@ class Choice:
 
 
 def choose(
-    resident: bool,
+    resident: bool | None,
     missing_nbytes: int,
     device: Device,
     facts: Facts,
@@ -56,7 +56,7 @@ def choose(
     Parameters
     ----------
     resident
-        Whether the page cache holds (nearly) all of it.
+        Whether the page cache holds (nearly) all of it; None where that cannot be known.
     missing_nbytes
         Bytes of the whole load that are not resident.
     device
@@ -116,11 +116,13 @@ def _impossible(device: Device, facts: Facts, block_nbytes: int) -> dict[Route, 
 
 
 def _first_choice(
-    resident: bool, missing_nbytes: int, buffered: Route, facts: Facts, options: Options
+    resident: bool | None, missing_nbytes: int, buffered: Route, facts: Facts, options: Options
 ) -> tuple[Route, str]:
     """The route that is best if it can be had, and the fact that makes it so."""
     if resident:
         return buffered, "the page cache holds these bytes"
+    if resident is None:
+        return buffered, "whether the page cache holds these bytes cannot be known"
     if missing_nbytes < SMALL_NBYTES:
         return buffered, f"not resident, but fewer than {SMALL_NBYTES >> 20} MiB in all"
     if options.reuse == "many":

@@ -136,6 +136,10 @@ class Source:
             resumed = align_down(done + count, alignment)
             done = resumed if resumed > done else done + count
 
+    def expect_random(self) -> None:
+        """Let buffered reads draw nothing else into the page cache."""
+        self._files.expect_random(self._fd)
+
     def forget(self, start: int, stop: int) -> None:
         """Drop a stretch from the page cache, as far as the kernel likes to."""
         self._files.forget(self._fd, start, stop - start)

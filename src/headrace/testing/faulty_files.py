@@ -134,6 +134,19 @@ class FaultyFiles:
             self.forgotten_nbytes += nbytes
         self.inner.forget(fd, file_offset, nbytes)
 
+    def expect_random(self, fd: int) -> None:
+        """See `Files.expect_random`."""
+        self.inner.expect_random(fd)
+
+    def is_cached(self, fd: int, file_offset: int) -> bool:
+        """See `Files.is_cached`; refused like `mapped_pages`, answered by `resident` if given."""
+        self._find(fd)
+        if self.no_mincore:
+            raise OSError(errno.EOPNOTSUPP, "preadv2(RWF_NOWAIT)")
+        if self.resident is not None:
+            return self.resident(file_offset - file_offset % mmap.PAGESIZE, 1) > 0
+        return self.inner.is_cached(fd, file_offset)
+
     def cached_pages(self, fd: int, file_offset: int, nbytes: int) -> int:
         """See `Files.cached_pages`."""
         self._find(fd)
