@@ -118,11 +118,6 @@ def test_every_route_is_taken_or_rejected_in_the_report(sample: tuple[Path, byte
         assert all(each.why for each in report.rejected)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="resident_nbytes counts the small gaps between wanted tensors that are read along or "
-    "skipped: more resident than wanted bytes",
-)
 def test_resident_bytes_are_wanted_bytes_only(model: Path) -> None:
     with hr.trace() as trace:
         hn.load(model, names=["a", "c"])
@@ -154,11 +149,6 @@ def test_wall_time_of_the_report_is_that_of_the_call(sample: tuple[Path, bytes])
     assert report.seconds > 0.35
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="a single worker works in the caller's thread, whose CPU time is then counted twice: by "
-    "the worker's tally and by the watch",
-)
 def test_cpu_time_of_a_small_read_is_counted_once(sample: tuple[Path, bytes]) -> None:
     class Busy(FaultyFiles):
         def preadv(self, fd: int, views: Sequence[memoryview], file_offset: int) -> int:
@@ -351,20 +341,7 @@ def test_explain_of_a_checkpoint_lists_its_tensors_and_facts(model: Path) -> Non
 
 
 @pytest.mark.parametrize("route", ["auto", "host", "direct"])
-@pytest.mark.parametrize(
-    "workers",
-    [
-        2,
-        pytest.param(
-            1,
-            marks=pytest.mark.xfail(
-                strict=True,
-                reason="a single worker (workers=1, or policy='cpu' on two CPUs) works in the "
-                "caller's thread and tells nothing until the end, however large the load",
-            ),
-        ),
-    ],
-)
+@pytest.mark.parametrize("workers", [1, 2])
 def test_progress_rises_to_the_total_in_the_callers_thread(
     sample: tuple[Path, bytes], route: str, workers: int
 ) -> None:
@@ -485,16 +462,7 @@ def ctrl_c_once_reading(files: SlowFiles, crew: list[threading.Thread]) -> Itera
 
 THREE = hr.Options(workers=3, block_nbytes=MIB, pinned_nbytes=8 * MIB)
 
-interrupted_join = pytest.mark.xfail(
-    sys.version_info < (3, 13),
-    strict=True,
-    reason="before Python 3.13 an interrupted Thread.join() marks the thread as stopped although "
-    "it runs (threading._wait_for_tstate_lock): is_alive() is False, nobody waits for it, and it "
-    "goes on writing into memory that the caller may have freed, from a closed descriptor",
-)
 
-
-@interrupted_join
 @pytest.mark.parametrize("faults", [{}, {"resident": nothing}], ids=["host", "direct"])
 def test_ctrl_c_stops_the_workers_and_nothing_writes_afterwards(
     sample: tuple[Path, bytes], crew: list[threading.Thread], faults: dict[str, Any]
@@ -517,7 +485,6 @@ def test_ctrl_c_stops_the_workers_and_nothing_writes_afterwards(
         assert again == content
 
 
-@interrupted_join
 def test_ctrl_c_during_a_load_to_the_gpu_leaves_no_copy_and_no_memory(
     sample: tuple[Path, bytes], crew: list[threading.Thread]
 ) -> None:
@@ -544,12 +511,6 @@ def wait_for_workers() -> None:
         time.sleep(0.01)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="_labour_together() appends a thread to its list only after start(), which itself "
-    "waits: Ctrl-C in between leaves a worker that nobody joins; it goes on writing to the buffer "
-    "and reads from a descriptor that is closed (and may be another file by then)",
-)
 def test_ctrl_c_while_a_worker_starts_waits_for_that_worker_too(
     sample: tuple[Path, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -605,11 +566,6 @@ def test_closing_waits_for_the_load_that_is_under_way(sample: tuple[Path, bytes]
         assert under_way.result(TIMEOUT_S).nbytes == SIZE
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="close() in a progress callback waits for the transfer that it is a part of: a deadlock "
-    "without a word; it could raise, or close once the transfer has ended",
-)
 def test_closing_inside_a_transfer_does_not_wait_for_itself(model: Path) -> None:
     context = hr.Context()
 
@@ -702,11 +658,6 @@ def test_default_context_is_one_and_serves_the_module_functions(
     assert hr.default_context().options == hr.Options()
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="functools.cache holds no lock while the function runs: threads that ask together get "
-    "contexts of their own, with a pinned budget each, and all but the last are never closed",
-)
 def test_default_context_is_made_once_though_threads_ask_together() -> None:
     code = """
 import threading, time

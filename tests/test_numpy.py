@@ -280,10 +280,6 @@ def test_npy_with_offset_or_length_is_raw_bytes(tmp_path: Path) -> None:
     assert same(hn.read(path, file_offset=128, dtype="I16"), np.arange(100, dtype=np.int16))
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="read(x.npy, dtype='<f4'): 'the file holds F32 (4,), but <f4 (4,) was asked for'",
-)
 @pytest.mark.parametrize("code", ["<f4", "|u1", "<i8", "|b1"])
 def test_npy_may_be_expected_by_the_name_that_numpy_gives_its_type(
     tmp_path: Path, code: str
@@ -337,7 +333,6 @@ def test_raw_bytes_need_no_alignment_on_the_direct_route(raw: tuple[Path, bytes]
     assert read.tobytes() == content[4095 : 4095 + 4098]
 
 
-@pytest.mark.xfail(strict=True, reason="file_offset=np.int64(5): ctypes.ArgumentError in a worker")
 def test_numbers_of_numpy_are_numbers(raw: tuple[Path, bytes]) -> None:
     path, content = raw
     read = hn.read(path, shape=np.array([2, 3]), file_offset=np.int64(5))  # type: ignore[arg-type]

@@ -73,11 +73,6 @@ def test_device_memory_is_filled_and_told_by_the_report(sample: tuple[Path, byte
     assert cuda.errors == []
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="offsets and lengths out of a NumPy index (np.int64) reach ctypes: ArgumentError: "
-    "argument 1: TypeError: wrong type, in a worker, after the plan",
-)
 @pytest.mark.parametrize("argument", ["file_offset", "nbytes", "both"])
 def test_numbers_out_of_a_numpy_array_are_numbers(
     sample: tuple[Path, bytes], argument: str
@@ -119,11 +114,6 @@ def test_buffer_is_free_again_after_the_read(sample: tuple[Path, bytes]) -> None
     mapping.close()
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="a failed transfer is a reference cycle (failure -> traceback -> frame -> crew -> "
-    "failures): its buffers, tensors on a GPU among them, live on until the collector runs",
-)
 def test_buffer_is_free_again_after_a_failed_read(sample: tuple[Path, bytes]) -> None:
     buffer = bytearray(100)
     gc.disable()

@@ -9,8 +9,6 @@ import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 import headrace
 
 HOUSE = Path(headrace.__file__).parent
@@ -96,11 +94,6 @@ def test_environment_is_read_by_the_command_line_and_the_context_alone() -> None
     assert readers == []
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="bindings/posix.py:18 (_STATX_NR) and cli/demo_verdict.py:11 (_STATES) are plain dicts; "
-    "MappingProxyType, as elsewhere, would do",
-)
 def test_no_module_holds_mutable_state() -> None:
     held = []
     for path in files():

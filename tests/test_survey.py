@@ -158,11 +158,6 @@ def test_source_is_named_as_it_was_given(tmp_path: Path) -> None:
     assert name_source(["a", tmp_path]) == f"a, {tmp_path}"
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="find_files() and read_checkpoint() each look into the directory: a shard that appears "
-    "in between makes survey() raise ValueError from zip(strict=True)",
-)
 def test_directory_that_grows_meanwhile_is_a_source_changed_error(shards: Path) -> None:
     class Growing(FaultyFiles):
         def open(self, path: str, *, direct: bool = False) -> int:

@@ -82,7 +82,7 @@ class Context:
         self._gpus: dict[int, Fact] = {}
         self._ring: Ring | None = None
         self._warned: set[Rejection] = set()
-        self._under_way = 0
+        self._under_way: list[int] = []  # threads that have transfers under way
         self._closed = False
         self._changed = threading.Condition()
 
@@ -106,8 +106,15 @@ class Context:
         """Wait for transfers under way, then release page-locked memory and streams.
 
         Safe to call again. A transfer asked for afterwards raises ValueError.
+
+        Raises
+        ------
+        RuntimeError
+            It is called from within a transfer (a progress callback), which it would wait for.
         """
         with self._changed:
+            if threading.get_ident() in self._under_way:
+                raise RuntimeError("close() within a transfer would wait for itself; call it after")
             self._closed = True
             self._changed.wait_for(lambda: not self._under_way)
             ring, self._ring = self._ring, None
@@ -287,12 +294,12 @@ class Context:
         with self._changed:
             if self._closed:
                 raise ValueError("the context is closed; make a new one for further transfers")
-            self._under_way += 1
+            self._under_way.append(threading.get_ident())
         try:
             yield
         finally:
             with self._changed:
-                self._under_way -= 1
+                self._under_way.remove(threading.get_ident())
                 self._changed.notify_all()
 
     def _publish(self, report: Report, downgrades: tuple[Rejection, ...]) -> None:
@@ -307,9 +314,17 @@ class Context:
         self.observers.tell(report)
 
 
-@functools.cache
 def default_context() -> Context:
     """The context of the module functions, made at the first call, with default options."""
+    with _MAKING_DEFAULT:  # the cache alone would let threads that ask together make one each
+        return _make_default_context()
+
+
+_MAKING_DEFAULT = threading.Lock()
+
+
+@functools.cache
+def _make_default_context() -> Context:
     return Context()
 
 

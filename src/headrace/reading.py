@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 from dataclasses import replace
 from typing import Any
@@ -66,13 +67,14 @@ def read_into(
     """
     context = context or default_context()
     destination = buffer_from(buffer, lambda pointer: context.load_cuda().pointer_device(pointer))
+    first = operator.index(file_offset)
     wanted = _check_length(buffer, destination, nbytes)
     where = os.fspath(path)
     want = Want(
         label=where,
         paths=(where,),
         describe=lambda opened: (
-            describe_raw(where, opened[0].nbytes, file_offset=file_offset, nbytes=wanted),
+            describe_raw(where, opened[0].nbytes, file_offset=first, nbytes=wanted),
         ),
     )
     part = replace(destination, nbytes=wanted)
@@ -125,6 +127,7 @@ def trace() -> Trace:
 def _check_length(buffer: Any, destination: Buffer, nbytes: int | None) -> int:
     if nbytes is None:
         return destination.nbytes
+    nbytes = operator.index(nbytes)
     if nbytes < 0:
         raise ValueError(f"nbytes is {nbytes}; it must not be negative")
     if nbytes > destination.nbytes:

@@ -104,8 +104,9 @@ class Report:
         # A reason that nobody can act on (a wrong kind of destination, say) stays in the dict.
         reasons = "".join(f"; {r.route}: {r.why}" for r in self.rejected if r.remedy)
         return (
-            f"{self.source} -> {self.device}  {format_nbytes(self.nbytes)} in "
-            f"{self.seconds:.3g} s ({self.gb_per_s:.3g} GB/s) {routes}{reasons}"
+            f"{_one_line(self.source)} -> {self.device}  {format_nbytes(self.nbytes)} in "
+            f"{_three_digits(self.seconds)} s ({_three_digits(self.gb_per_s)} GB/s) "
+            f"{routes}{_one_line(reasons)}"
         )
 
     def _repr_html_(self) -> str:
@@ -149,7 +150,7 @@ class Explanation:
     def __str__(self) -> str:
         routes = " + ".join(f"{p.route} {format_nbytes(p.nbytes)} ({p.why})" for p in self.planned)
         reasons = "".join(f"; {rejection}" for rejection in self.rejected)
-        return f"{self.source} -> {self.device}  {routes or 'nothing to move'}{reasons}"
+        return f"{_one_line(self.source)} -> {self.device}  {routes or 'nothing to move'}{reasons}"
 
 
 class Stopwatch:
@@ -245,4 +246,18 @@ def format_nbytes(nbytes: int) -> str:
         if value < 999.5:
             break
         value, unit = value / 1000, larger
-    return f"{value:.3g} {unit}"
+    return f"{_three_digits(value)} {unit}"
+
+
+def _three_digits(value: float) -> str:
+    """A number with three digits, or all those before the point; never an exponent above."""
+    return f"{value:.3g}" if value < 999.5 else f"{value:.0f}"
+
+
+def _one_line(text: str) -> str:
+    """Text without line breaks or control characters: a path may hold them, and forge a record."""
+    return (
+        text
+        if text.isprintable()
+        else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+    )

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from headrace.bindings.posix import Files
 from headrace.bindings.sysfs import System, read_mounts
+from headrace.errors import SourceChanged
 from headrace.formats.catalog import Catalog, TensorSpec
 from headrace.formats.checkpoint import find_files, read_checkpoint
 from headrace.formats.npy import read_catalog as read_npy
@@ -87,8 +89,16 @@ def want_checkpoint(source: SourceLike, names: Sequence[str] | None = None) -> W
         As `headrace.formats.checkpoint.find_files`.
     """
     chosen = None if names is None else frozenset(names)
-    paths = find_files(source)
-    return Want(name_source(source), paths, lambda _: read_checkpoint(source), chosen)
+    label, paths = name_source(source), find_files(source)
+
+    def describe(_: Sequence[Source]) -> tuple[Catalog, ...]:
+        catalogs = read_checkpoint(source)
+        if tuple(catalog.path for catalog in catalogs) != paths:
+            what = "files came or went while it was read; read it again once it is at rest"
+            raise SourceChanged(errno.ESTALE, what, label)
+        return catalogs
+
+    return Want(label, paths, describe, chosen)
 
 
 def want_any(source: SourceLike, *, raw: bool = False) -> Want:

@@ -72,11 +72,6 @@ def test_mount_point_in_any_letters_is_what_the_path_functions_say(name: str) ->
     assert mounts_at("/", name) == ["/", name]
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="read_mounts() uses str.splitlines(), which also splits at form feeds, U+0085 and "
-    "U+2028; the rest of such a line then raises IndexError, so that no load works",
-)
 @pytest.mark.parametrize("name", ["/mnt/a\x0cb", "/mnt/a\x1cb", "/mnt/a\x85b", "/mnt/a\u2028b"])
 def test_only_newlines_end_a_line(name: str) -> None:
     found = mounts_at("/", name, "/last")

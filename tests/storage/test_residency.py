@@ -370,11 +370,6 @@ def test_empty_file_is_known_to_hold_nothing(tmp_path: Path) -> None:
         assert (found.stretches, found.resident_nbytes) == ((), 0)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="with mincore, _split() maps beyond the end of a file that was truncated meanwhile: "
-    "mmap's ValueError escapes instead of SourceChanged or ShortRead",
-)
 def test_file_truncated_before_it_is_measured_is_no_value_error(tmp_path: Path) -> None:
     path = tmp_path / "file"
     write_random(path, 64 * PAGE)

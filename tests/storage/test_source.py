@@ -154,10 +154,6 @@ def test_change_after_the_open_is_told_by_the_check(
     assert caught.value.filename == str(path)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="verify_unchanged() catches FileNotFoundError only: NotADirectoryError escapes",
-)
 def test_folder_that_became_a_file_is_told_as_a_change(tmp_path: Path) -> None:
     folder = tmp_path / "folder"
     folder.mkdir()
@@ -389,9 +385,6 @@ class Broken(FaultyFiles):
         raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
 
 
-@pytest.mark.xfail(
-    strict=True, reason="Source.__init__ leaves its descriptor open when fstat after open fails"
-)
 def test_failed_open_leaves_no_descriptor(sample: tuple[Path, bytes]) -> None:
     files = Broken()
     with pytest.raises(OSError, match="Stale"):

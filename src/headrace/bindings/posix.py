@@ -9,13 +9,14 @@ import os
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Protocol
 
 _CACHESTAT = 451  # the same number on every architecture; Linux 6.5
 _AT_EMPTY_PATH = 0x1000
 _STATX_DIOALIGN = 0x2000
 _STATX_DIO_OFFSETS = 0x98  # offset of stx_dio_mem_align and stx_dio_offset_align in struct statx
-_STATX_NR = {"x86_64": 332, "aarch64": 291}
+_STATX_NR = MappingProxyType({"x86_64": 332, "aarch64": 291})
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 
@@ -51,20 +51,26 @@ class Mount:
     """Type, such as "ext4", "tmpfs", "overlay"."""
     options: str
     """Options of the file system, separated by commas."""
+    mount_id: int = field(default=0, compare=False)
+    """Number of the mount."""
+    parent_id: int = field(default=-1, compare=False)
+    """Number of the mount that it is mounted on."""
 
 
 def read_mounts(system: System) -> tuple[Mount, ...]:
     """Mounts of this process, in the order in which they were made (proc(5))."""
     text = system.read("/proc/self/mountinfo") or ""
-    return tuple(_parse_mount(line) for line in text.splitlines() if " - " in line)
+    return tuple(_parse_mount(line) for line in text.split("\n") if " - " in line)
 
 
 def _parse_mount(line: str) -> Mount:
     left, _, right = line.partition(" - ")
-    mount_point, fields = left.split(" ", 5)[4], right.split(" ", 2)
+    mount_id, parent_id, _, _, mount_point, *_ = left.split(" ", 5)
+    fields = right.split(" ", 2)
     if "\\" in mount_point:  # space, tab, newline and backslash are octal escapes
         mount_point = _OCTAL.sub(lambda found: chr(int(found[1], 8)), mount_point)
-    return Mount(mount_point, fields[0], fields[2] if len(fields) > 2 else "")
+    options = fields[2] if len(fields) > 2 else ""
+    return Mount(mount_point, fields[0], options, int(mount_id), int(parent_id))
 
 
 _OCTAL = re.compile(r"\\([0-7]{3})")

@@ -67,5 +67,8 @@ def make_plan(
         transfers=tuple(transfers),
         rejected=tuple(rejected),
         downgrades=tuple(downgrades),
-        resident_nbytes=sum(file.residency.resident_nbytes for file in files),
+        resident_nbytes=sum(
+            min(file.residency.resident_nbytes, sum(piece.nbytes for piece in file.pieces))
+            for file in files
+        ),
     )

@@ -79,7 +79,7 @@ def choose(
         raise RouteUnavailable(_all_reasons("no route can serve", cannot))
     first, why = _first_choice(resident, missing_nbytes, buffered, facts, options)
     if first not in cannot:
-        others = {**cannot, **_not_preferred(first, buffered, why)}
+        others = {**_not_preferred(first, buffered, why), **cannot}
         return Choice(first, why, _in_order(others, first))
     downgrade = cannot[first]
     if options.strict:
@@ -92,27 +92,40 @@ def choose(
 def _impossible(device: Device, facts: Facts, block_nbytes: int) -> dict[Route, Rejection]:
     """Routes that this machine, file or destination rules out, whatever is resident."""
     cannot: dict[Route, Rejection] = {}
+    for new in (*_by_destination(device, facts), *_by_volume(facts, block_nbytes)):
+        old = cannot.get(new.route)
+        if old is not None:  # nobody should mend one thing only to meet the next
+            remedy = "; ".join(filter(None, (old.remedy, new.remedy)))
+            new = Rejection(new.route, f"{old.why}; and {new.why}", remedy)
+        cannot[new.route] = new
+    return cannot
 
-    def rule_out(route: Route, why: str, remedy: str = "") -> None:
-        cannot.setdefault(route, Rejection(route, why, remedy))
 
-    for route in (Route.MAPPED, Route.GDS):
-        rule_out(route, "this version of headrace has no such engine")
+def _by_destination(device: Device, facts: Facts) -> list[Rejection]:
+    none = "this version of headrace has no such engine"
+    rejections = [Rejection(route, none, "") for route in (Route.MAPPED, Route.GDS)]
     if device.is_host:
-        rule_out(Route.CACHED, "the destination is host memory, which needs no bounce buffer")
-    else:
-        rule_out(Route.HOST, f"the destination is {device}, not host memory")
-        if facts.gpu.holds is not True:
-            for route in (Route.CACHED, Route.DIRECT):
-                rule_out(route, f"{facts.gpu.found}: {facts.gpu.why}", facts.gpu.remedy)
-    direct = facts.volume.direct
+        why = "the destination is host memory, which needs no bounce buffer"
+        return [*rejections, Rejection(Route.CACHED, why, "")]
+    rejections.append(Rejection(Route.HOST, f"the destination is {device}, not host memory", ""))
+    if facts.gpu.holds is not True:
+        why = f"{facts.gpu.found}: {facts.gpu.why}"
+        needing = (Route.CACHED, Route.DIRECT)
+        rejections += [Rejection(route, why, facts.gpu.remedy) for route in needing]
+    return rejections
+
+
+def _by_volume(facts: Facts, block_nbytes: int) -> list[Rejection]:
+    direct, alignment = facts.volume.direct, facts.volume.alignment.offset
+    rejections = []
     if direct.holds is not True:
-        rule_out(Route.DIRECT, f"{direct.found} ({direct.why})", direct.remedy)
-    alignment = facts.volume.alignment.offset
+        why = f"{direct.found} ({direct.why})"
+        rejections.append(Rejection(Route.DIRECT, why, direct.remedy))
     if block_nbytes % alignment:
         why = f"blocks of {block_nbytes} bytes are no multiple of the alignment, {alignment} bytes"
-        rule_out(Route.DIRECT, why, f"set block_nbytes to a multiple of {alignment}")
-    return cannot
+        remedy = f"set block_nbytes to a multiple of {alignment}"
+        rejections.append(Rejection(Route.DIRECT, why, remedy))
+    return rejections
 
 
 def _first_choice(

@@ -85,7 +85,11 @@ def measure_residency(
         method, why, count = _pick_method(source, file_system, granule_nbytes, stack)
         if count is None:
             return Residency(tuple(Stretch(part, None) for part in wanted), 0, method, why)
-        return _measure_all(wanted, granule_nbytes, count, method, why)
+        try:
+            return _measure_all(wanted, granule_nbytes, count, method, why)
+        except (OSError, ValueError):
+            source.verify_unchanged()  # a mapping past the end of a file that was truncated
+            raise
 
 
 def _measure_all(
