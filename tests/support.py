@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import json
 import mmap
 import os
 import random
@@ -135,16 +136,21 @@ def make_facts(
     available: int | None = 64 << 30,
     cpus: int = 16,
     busy: bool = False,
+    mapping: bool | None = False,
+    gds: bool | None = False,
+    file_system: str = "ext4",
 ) -> Facts:
     """Make up what a choice rests on; every reason names itself, so that tests can find it."""
     return Facts(
         MachineFacts(cpus, available, Fact("CPUs busy", busy, "load", "load average")),
         VolumeFacts(
-            "ext4",
+            file_system,
             Fact("O_DIRECT", direct, "DIRECT-FOUND", "DIRECT-WHY", "DIRECT-REMEDY"),
             DirectAlignment(alignment, alignment),
         ),
         Fact("CUDA device", gpu, "GPU-FOUND", "GPU-WHY", "GPU-REMEDY"),
+        Fact("host registration", mapping, "MAPPING-FOUND", "MAPPING-WHY", "MAPPING-REMEDY"),
+        Fact("GPUDirect Storage", gds, "GDS-FOUND", "GDS-WHY", "GDS-REMEDY"),
     )
 
 
@@ -282,3 +288,32 @@ class FakeProducer:
         new.restype = ctypes.py_object
         new.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
         return new(ctypes.addressof(self._record), self._name, None)
+
+
+def write_safetensors(
+    path: Path, tensors: Mapping[str, tuple[str, tuple[int, ...], bytes]]
+) -> None:
+    """Write a safetensors file of any types: name to (dtype, shape, bytes)."""
+    header, offset = {}, 0
+    for name, (dtype, shape, content) in tensors.items():
+        stop = offset + len(content)
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, stop]}
+        offset = stop
+    text = json.dumps(header).encode()
+    body = b"".join(content for _, _, content in tensors.values())
+    path.write_bytes(len(text).to_bytes(8, "little") + text + body)
+
+
+def shard(
+    path: Path, tensors: Mapping[str, Any], save: Callable[[dict[str, Any], Path], object]
+) -> Path:
+    """Write tensors into a directory of two shards with an index, and give back the index."""
+    names = sorted(tensors)
+    weight_map = {}
+    for number, part in enumerate((names[::2], names[1::2]), 1):
+        file = f"model-{number:05}-of-00002.safetensors"
+        save({name: tensors[name] for name in part}, path / file)
+        weight_map.update(dict.fromkeys(part, file))
+    index = path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return index

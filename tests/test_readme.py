@@ -18,9 +18,11 @@ from safetensors.numpy import save_file
 import headrace
 from benchmarks.table import render_document
 from headrace.cli.main import app
+from headrace.planning.effort import choose_workers
 from headrace.planning.plan import Rejection
 from headrace.report import ObservedRoute, PlannedRoute, Report
-from headrace.types import Route
+from headrace.types import HOST, Route
+from tests.support import CUDA, make_facts
 
 ROOT = Path(__file__).parent.parent
 READMES = ("README.md", "README.zh-CN.md")
@@ -159,7 +161,7 @@ def test_linked_files_exist(page: str) -> None:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_files_named_in_code_spans_exist(page: str) -> None:
-    named = re.findall(r"`((?:benchmarks|scripts|src|docs|tests|\.ci)/[\w./-]+)", _prose(page))
+    named = re.findall(r"`((?:scripts|src|docs|tests|\.ci)/[\w./-]+)", _prose(page))
     assert not [name for name in named if not (ROOT / name).exists()]
 
 
@@ -189,6 +191,29 @@ def test_tables_name_every_option_route_and_error(page: str) -> None:
     assert {field.name for field in fields(headrace.Options)} <= rows
     assert routes <= rows
     assert errors <= rows
+
+
+@pytest.mark.parametrize("page", READMES)
+def test_defaults_in_the_table_of_options_are_the_code_s(page: str) -> None:
+    rows = dict(re.findall(r"^\| `(\w+)` \| ([^|]+) \|", _text(page), re.M))
+    for field in fields(headrace.Options):
+        default = getattr(headrace.Options(), field.name)
+        shown = f"{default >> 20} MiB" if "nbytes" in field.name else f"`{default!r}`"
+        assert rows[field.name] == shown.replace("'", '"')
+
+
+@pytest.mark.parametrize("page", READMES)
+def test_numbers_of_workers_are_the_code_s(page: str) -> None:
+    (row,) = re.findall(r"^\| `workers` \| .+$", _text(page), re.M)
+    machine, small = (make_facts(cpus=cpus).machine for cpus in (64, 1))
+    options = headrace.Options()
+    counts = (
+        choose_workers(options, machine, CUDA, 1 << 30),
+        choose_workers(options, machine, HOST, 1 << 30),
+        choose_workers(options, machine, HOST, 1 << 20),
+        choose_workers(options, small, HOST, 1 << 30),
+    )
+    assert [int(n) for n in re.findall(r"\d+", row) if n != "512"] == list(counts)
 
 
 def _report_of(document: dict[str, Any]) -> Report:

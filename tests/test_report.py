@@ -27,6 +27,7 @@ from tests.support import CUDA
 KEYS = (
     *("schema", "source", "device", "nbytes", "seconds", "gb_per_s", "cpu_seconds"),
     *("planned", "observed", "rejected", "resident_nbytes", "stages", "pinned_nbytes"),
+    "mapped_nbytes",
 )
 
 
@@ -72,10 +73,6 @@ def test_line_names_every_route_that_bytes_took() -> None:
     assert "nothing to move" in str(report(observed=(), nbytes=0))
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="a path may hold a newline, which then splits the line (and forges a second log record)",
-)
 def test_line_is_one_line_whatever_the_path() -> None:
     line = str(report(source="/data/a\nINFO:headrace:b"))
     assert len(line.splitlines()) == 1
@@ -143,9 +140,6 @@ def test_bytes_are_written_with_at_most_three_digits_and_half_a_percent_off(nbyt
     assert abs(float(number) * scale - nbytes) <= 0.005 * nbytes + 1e-9
 
 
-@pytest.mark.xfail(
-    strict=True, reason="'{:.3g}' writes the seconds of a long load as 1.23e+03 s (and 1e+03 TB)"
-)
 def test_long_load_has_its_seconds_in_plain_digits() -> None:
     assert "1.23e+03" not in str(report(seconds=1234.5))
 
@@ -176,7 +170,7 @@ def test_report_adds_up_plan_and_statistics() -> None:
     watch = Stopwatch()
     with watch.stage("transfer"):
         time.sleep(0.01)
-    made = make_report("label", HOST, plan, stats, watch, 77)
+    made = make_report("label", HOST, plan, stats, watch, (77, 0))
     assert made.planned == (
         PlannedRoute(Route.HOST, 40, "resident"),
         PlannedRoute(Route.DIRECT, 20, "missing"),

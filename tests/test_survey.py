@@ -12,6 +12,7 @@ from headrace.bindings.sysfs import Linux
 from headrace.errors import SourceChanged
 from headrace.probing.fact import Fact
 from headrace.survey import (
+    GpuProbes,
     Survey,
     Want,
     name_source,
@@ -24,7 +25,8 @@ from headrace.survey import (
 from headrace.testing import FaultyFiles
 from tests.support import PAGE, RecordedSystem, write_random
 
-GPU = Fact("CUDA device", None, "not looked for", "made up")
+NOT_LOOKED_FOR = Fact("CUDA device", None, "not looked for", "made up")
+GPU = GpuProbes(NOT_LOOKED_FOR, NOT_LOOKED_FOR, lambda _: NOT_LOOKED_FOR)
 MOUNTINFO = "/proc/self/mountinfo"
 
 
@@ -78,7 +80,7 @@ def test_fact_of_residency_says_how_much_and_how_it_is_known(shards: Path) -> No
     ][-1:]
     assert fact.holds is False
     assert "of 16000 bytes in the page cache" in fact.found
-    assert fact.why == "cachestat(2)"
+    assert fact.why.startswith("cachestat")
 
 
 def test_residency_that_is_unknown_is_no_no(shards: Path) -> None:
@@ -118,7 +120,6 @@ def test_sources_are_closed_when_the_block_raises(shards: Path) -> None:
 
 def test_any_source_is_read_as_what_it_is(shards: Path) -> None:
     np.save(shards / "array.NPY.npy", np.zeros((3, 4), np.int16))
-    write_random(shards / "weights.bin", 100)
     (shards / "own.index.json").write_text(
         json.dumps({"weight_map": {"c": "model-00002-of-00002.safetensors"}})
     )
@@ -128,20 +129,22 @@ def test_any_source_is_read_as_what_it_is(shards: Path) -> None:
         str(first): ["a", "b"],
         str(shards / "own.index.json"): ["c"],
         str(shards / "array.NPY.npy"): [""],
-        str(shards / "weights.bin"): [""],
     }
     for source, names in kinds.items():
         want = want_any(source)
         assert want.label == source
         assert [spec.name for spec in look(want).specs] == names
-    assert [spec.name for spec in look(want_any([first, str(first.with_name(
-        "model-00002-of-00002.safetensors"
-    ))])).specs] == ["a", "b", "c"]
+    assert [
+        spec.name
+        for spec in look(
+            want_any([first, str(first.with_name("model-00002-of-00002.safetensors"))])
+        ).specs
+    ] == ["a", "b", "c"]
 
 
 def test_raw_file_is_all_of_its_bytes(tmp_path: Path) -> None:
     write_random(tmp_path / "weights.bin", 100)
-    (spec,) = look(want_any(tmp_path / "weights.bin")).specs
+    (spec,) = look(want_any(tmp_path / "weights.bin", raw=True)).specs
     assert (spec.dtype, spec.shape, spec.file_range.start) == ("U8", (100,), 0)
 
 
@@ -157,11 +160,6 @@ def test_source_is_named_as_it_was_given(tmp_path: Path) -> None:
     assert name_source(["a", tmp_path]) == f"a, {tmp_path}"
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="find_files() and read_checkpoint() each look into the directory: a shard that appears "
-    "in between makes survey() raise ValueError from zip(strict=True)",
-)
 def test_directory_that_grows_meanwhile_is_a_source_changed_error(shards: Path) -> None:
     class Growing(FaultyFiles):
         def open(self, path: str, *, direct: bool = False) -> int:
@@ -172,12 +170,6 @@ def test_directory_that_grows_meanwhile_is_a_source_changed_error(shards: Path) 
         look(want_checkpoint(shards), Growing())
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="explain() takes a safetensors file without the suffix (a blob of the Hugging Face "
-    "cache, *.safetensors.tmp) for raw bytes, whereas load() loads its tensors: they plan "
-    "different things",
-)
 def test_safetensors_file_without_its_suffix_is_explained_as_load_loads_it(shards: Path) -> None:
     blob = shards / "b94f2fb8d2b3"
     (shards / "model-00001-of-00002.safetensors").rename(blob)

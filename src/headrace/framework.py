@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -79,10 +80,12 @@ def read(
     """Read one array; see ``headrace.torch.read`` for the parameters."""
     where = os.fspath(path)
     name = None if dtype is None else framework.dtype_name(dtype)
-    extent = None if shape is None else tuple(int(axis) for axis in shape)
+    extent = None if shape is None else tuple(operator.index(axis) for axis in shape)
+    first = operator.index(file_offset)
+    length = None if nbytes is None else operator.index(nbytes)
 
     def describe(opened: Sequence[Source]) -> tuple[Catalog, ...]:
-        if where.lower().endswith(".npy") and not file_offset and nbytes is None:
+        if where.lower().endswith(".npy") and not first and length is None:
             return (_agreeing(read_npy(where), name, extent),)
         return (
             describe_raw(
@@ -90,8 +93,8 @@ def read(
                 opened[0].nbytes,
                 dtype=name or "U8",
                 shape=extent,
-                file_offset=file_offset,
-                nbytes=nbytes,
+                file_offset=first,
+                nbytes=length,
             ),
         )
 
@@ -102,7 +105,7 @@ def read(
 
 def numpy_dtype_name(dtype: Any) -> str:
     """Name of a type given as a safetensors name, or as anything that ``np.dtype`` takes."""
-    if isinstance(dtype, str):
+    if isinstance(dtype, str) and not dtype.startswith(("<", ">", "|", "=", "[")):
         with contextlib.suppress(FormatError):
             itembits(dtype)
             return dtype

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 from dataclasses import replace
 from typing import Any
@@ -66,13 +67,14 @@ def read_into(
     """
     context = context or default_context()
     destination = buffer_from(buffer, lambda pointer: context.load_cuda().pointer_device(pointer))
+    first = operator.index(file_offset)
     wanted = _check_length(buffer, destination, nbytes)
     where = os.fspath(path)
     want = Want(
         label=where,
         paths=(where,),
         describe=lambda opened: (
-            describe_raw(where, opened[0].nbytes, file_offset=file_offset, nbytes=wanted),
+            describe_raw(where, opened[0].nbytes, file_offset=first, nbytes=wanted),
         ),
     )
     part = replace(destination, nbytes=wanted)
@@ -84,6 +86,7 @@ def explain(
     *,
     device: Any = None,
     route: str = "auto",
+    raw: bool = False,
     context: Context | None = None,
 ) -> Explanation:
     """Say what a load would do and why; reads headers and facts, no payload.
@@ -91,13 +94,14 @@ def explain(
     Parameters
     ----------
     source
-        A safetensors file, a directory or index of them, a list of files, a ``.npy`` file; any
-        other file is taken as bytes.
+        A safetensors file, a directory or index of them, a list of files, or a ``.npy`` file.
     device
         "cpu", "cuda", "cuda:N", or a CUDA ordinal; None takes the first CUDA device, or the host
         where there is none.
     route, context
         As for a load.
+    raw
+        Take any file as bytes, as `read_into` does.
 
     Raises
     ------
@@ -105,7 +109,7 @@ def explain(
         What the load would raise before its first byte.
     """
     context = context or default_context()
-    return context.explain(want_any(source), _pick_device(device, context), route=route)
+    return context.explain(want_any(source, raw=raw), _pick_device(device, context), route=route)
 
 
 def trace() -> Trace:
@@ -123,6 +127,7 @@ def trace() -> Trace:
 def _check_length(buffer: Any, destination: Buffer, nbytes: int | None) -> int:
     if nbytes is None:
         return destination.nbytes
+    nbytes = operator.index(nbytes)
     if nbytes < 0:
         raise ValueError(f"nbytes is {nbytes}; it must not be negative")
     if nbytes > destination.nbytes:

@@ -41,6 +41,11 @@ class ObservedRoute:
     """Bytes that arrived."""
     evidence: str
     """How we know."""
+    mode: str = ""
+    """A name that tells more than the route's own, such as "gds (cuFile compatibility mode)"."""
+
+    def __str__(self) -> str:
+        return self.mode or str(self.route)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +75,8 @@ class Report:
     the part of "transfer" inside read calls, summed over its workers."""
     pinned_nbytes: int
     """Most page-locked memory that the context held, in bytes."""
+    mapped_nbytes: int = 0
+    """File bytes that the context keeps registered, so that they cannot be reclaimed."""
 
     @property
     def gb_per_s(self) -> float:
@@ -97,15 +104,17 @@ class Report:
             "resident_nbytes": self.resident_nbytes,
             "stages": dict(self.stages),
             "pinned_nbytes": self.pinned_nbytes,
+            "mapped_nbytes": self.mapped_nbytes,
         }
 
     def __str__(self) -> str:
-        routes = " + ".join(str(o.route) for o in self.observed) or "nothing to move"
+        routes = " + ".join(str(o) for o in self.observed) or "nothing to move"
         # A reason that nobody can act on (a wrong kind of destination, say) stays in the dict.
         reasons = "".join(f"; {r.route}: {r.why}" for r in self.rejected if r.remedy)
         return (
-            f"{self.source} -> {self.device}  {format_nbytes(self.nbytes)} in "
-            f"{self.seconds:.3g} s ({self.gb_per_s:.3g} GB/s) {routes}{reasons}"
+            f"{_one_line(self.source)} -> {self.device}  {format_nbytes(self.nbytes)} in "
+            f"{_three_digits(self.seconds)} s ({_three_digits(self.gb_per_s)} GB/s) "
+            f"{routes}{_one_line(reasons)}"
         )
 
     def _repr_html_(self) -> str:
@@ -149,7 +158,7 @@ class Explanation:
     def __str__(self) -> str:
         routes = " + ".join(f"{p.route} {format_nbytes(p.nbytes)} ({p.why})" for p in self.planned)
         reasons = "".join(f"; {rejection}" for rejection in self.rejected)
-        return f"{self.source} -> {self.device}  {routes or 'nothing to move'}{reasons}"
+        return f"{_one_line(self.source)} -> {self.device}  {routes or 'nothing to move'}{reasons}"
 
 
 class Stopwatch:
@@ -173,9 +182,14 @@ class Stopwatch:
 
 
 def make_report(
-    label: str, device: Device, plan: Plan, stats: Sequence[Stats], watch: Stopwatch, pinned: int
+    label: str,
+    device: Device,
+    plan: Plan,
+    stats: Sequence[Stats],
+    watch: Stopwatch,
+    held: tuple[int, int],
 ) -> Report:
-    """Put together what was planned and what was done."""
+    """Put together what was planned and what was done; `held`: bytes page-locked and mapped."""
     seconds, cpu_seconds = watch.stop()
     return Report(
         source=label,
@@ -184,14 +198,17 @@ def make_report(
         seconds=seconds,
         cpu_seconds=cpu_seconds + sum(done.cpu_seconds for done in stats),
         planned=_planned_routes(plan),
-        observed=tuple(ObservedRoute(done.route, done.nbytes, done.evidence) for done in stats),
+        observed=tuple(
+            ObservedRoute(done.route, done.nbytes, done.evidence, done.mode) for done in stats
+        ),
         rejected=plan.rejected,
         resident_nbytes=plan.resident_nbytes,
         stages={
             **watch.stages,
             "read": sum(done.read_seconds for done in stats),
         },
-        pinned_nbytes=pinned,
+        pinned_nbytes=held[0],
+        mapped_nbytes=held[1],
     )
 
 
@@ -245,4 +262,18 @@ def format_nbytes(nbytes: int) -> str:
         if value < 999.5:
             break
         value, unit = value / 1000, larger
-    return f"{value:.3g} {unit}"
+    return f"{_three_digits(value)} {unit}"
+
+
+def _three_digits(value: float) -> str:
+    """A number with three digits, or all those before the point; never an exponent above."""
+    return f"{value:.3g}" if value < 999.5 else f"{value:.0f}"
+
+
+def _one_line(text: str) -> str:
+    """Text without line breaks or control characters: a path may hold them, and forge a record."""
+    return (
+        text
+        if text.isprintable()
+        else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+    )

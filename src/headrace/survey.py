@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from headrace.bindings.posix import Files
 from headrace.bindings.sysfs import System, read_mounts
+from headrace.errors import SourceChanged
 from headrace.formats.catalog import Catalog, TensorSpec
 from headrace.formats.checkpoint import find_files, read_checkpoint
 from headrace.formats.npy import read_catalog as read_npy
@@ -47,6 +49,18 @@ class Want:
 
 
 @dataclass(frozen=True, slots=True)
+class GpuProbes:
+    """What is known of the GPU that the bytes go to."""
+
+    device: Fact
+    """Whether it can be used."""
+    mapping: Fact
+    """Whether it can read registered pages of a file."""
+    probe_gds: Callable[[str], Fact]
+    """Tells of a file whether cuFile can serve it."""
+
+
+@dataclass(frozen=True, slots=True)
 class Survey:
     """Everything known before a byte of payload is read."""
 
@@ -72,7 +86,7 @@ class Survey:
         """Everything as facts, for people; each once."""
         facts: dict[Fact, None] = dict.fromkeys(self.machine.facts)
         for file in self.files:
-            facts[file.facts.gpu] = None
+            facts.update(dict.fromkeys((file.facts.gpu, file.facts.mapping, file.facts.gds)))
             facts[file.facts.volume.direct] = None
             facts[_residency_fact(file.residency)] = None
         return tuple(facts)
@@ -87,18 +101,33 @@ def want_checkpoint(source: SourceLike, names: Sequence[str] | None = None) -> W
         As `headrace.formats.checkpoint.find_files`.
     """
     chosen = None if names is None else frozenset(names)
-    paths = find_files(source)
-    return Want(name_source(source), paths, lambda _: read_checkpoint(source), chosen)
+    label, paths = name_source(source), find_files(source)
+
+    def describe(_: Sequence[Source]) -> tuple[Catalog, ...]:
+        catalogs = read_checkpoint(source)
+        if tuple(catalog.path for catalog in catalogs) != paths:
+            what = "files came or went while it was read; read it again once it is at rest"
+            raise SourceChanged(errno.ESTALE, what, label)
+        return catalogs
+
+    return Want(label, paths, describe, chosen)
 
 
-def want_any(source: SourceLike) -> Want:
-    """Want whatever the source is: ``.npy``, a checkpoint, or any other file as bytes."""
+def want_any(source: SourceLike, *, raw: bool = False) -> Want:
+    """Want what ``read`` or ``load`` would: a ``.npy`` file, or a checkpoint.
+
+    Parameters
+    ----------
+    source
+        A file, a directory, an index or a list of files.
+    raw
+        Take a file as bytes, whatever it is.
+    """
     path = name_source(source)
-    if isinstance(source, (str, os.PathLike)) and os.path.isfile(path):
-        if path.lower().endswith(".npy"):
-            return Want(path, (path,), lambda _: (read_npy(path),))
-        if not path.lower().endswith((".safetensors", ".json")):
-            return Want(path, (path,), lambda opened: (describe_raw(path, opened[0].nbytes),))
+    if raw:
+        return Want(path, (path,), lambda opened: (describe_raw(path, opened[0].nbytes),))
+    if isinstance(source, (str, os.PathLike)) and path.lower().endswith(".npy"):
+        return Want(path, (path,), lambda _: (read_npy(path),))
     return want_checkpoint(source)
 
 
@@ -145,7 +174,7 @@ def survey(
     sources: tuple[Source, ...],
     wanted: Sequence[tuple[TensorSpec, ...]],
     system: System,
-    gpu: Fact,
+    gpu: GpuProbes,
     granule_nbytes: int,
 ) -> Survey:
     """Gather the facts for reading some tensors.
@@ -159,7 +188,7 @@ def survey(
     system
         Where the facts of the machine are read.
     gpu
-        Whether a CUDA device can be used.
+        What is known of the GPU.
     granule_nbytes
         Residency is told apart at multiples of this.
     """
@@ -171,8 +200,9 @@ def survey(
         volume = probe_volume(source, mounts)
         pieces = place(tensors, len(specs))
         kind = volume.file_system
+        facts = Facts(machine, volume, gpu.device, gpu.mapping, gpu.probe_gds(source.path))
         residency = measure_residency(source, stretches_of(pieces), granule_nbytes, kind)
-        files.append(FileFacts(pieces, residency, Facts(machine, volume, gpu)))
+        files.append(FileFacts(pieces, residency, facts))
         specs.extend(tensors)
         owners.extend([index] * len(tensors))
     volumes = tuple(file.facts.volume for file in files)
@@ -188,5 +218,5 @@ def _residency_fact(residency: Residency) -> Fact:
         residency.resident_nbytes >= total if known else None,
         found if known else "unknown",
         residency.why,
-        "" if known else "own the file, or use Linux 6.5 or later",
+        "" if known else "own the file, or be allowed to write to it",
     )

@@ -1,3 +1,4 @@
+# ruff: noqa: N815 (the names are CUDA's)
 from __future__ import annotations
 
 import enum
@@ -13,23 +14,23 @@ from headrace.errors import DeviceError
 
 
 class Code(enum.IntEnum):
-    cudaSuccess = 0  # noqa: N815 (CUDA's name)
-    cudaErrorMemoryAllocation = 2  # noqa: N815
-    cudaErrorNoDevice = 100  # noqa: N815
+    cudaSuccess = 0
+    cudaErrorMemoryAllocation = 2
+    cudaErrorNoDevice = 100
 
 
 class Kind(enum.IntEnum):
-    cudaMemcpyHostToDevice = 1  # noqa: N815
+    cudaMemcpyHostToDevice = 1
 
 
 class Where(enum.IntEnum):
-    cudaMemoryTypeHost = 1  # noqa: N815
-    cudaMemoryTypeDevice = 2  # noqa: N815
-    cudaMemoryTypeManaged = 3  # noqa: N815
+    cudaMemoryTypeHost = 1
+    cudaMemoryTypeDevice = 2
+    cudaMemoryTypeManaged = 3
 
 
 class Order(enum.IntEnum):
-    cudaMemcpySrcAccessOrderStream = 1  # noqa: N815
+    cudaMemcpySrcAccessOrderStream = 1
 
 
 class Recorder:

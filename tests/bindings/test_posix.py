@@ -117,7 +117,7 @@ def test_failed_call_is_an_os_error_with_its_name_and_number(files: PosixFiles) 
     for call, name in ((files.cached_pages, "cachestat"), (files.direct_alignment, "statx")):
         arguments = (-1, 0, PAGE) if name == "cachestat" else (-1,)
         with pytest.raises(OSError, match=f"{name}: EBADF") as caught:
-            call(*arguments)  # type: ignore[operator]
+            call(*arguments)
         assert caught.value.errno == errno.EBADF
 
 

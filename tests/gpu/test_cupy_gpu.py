@@ -12,7 +12,6 @@ import pytest
 pytest.importorskip("cupy")
 
 import cupy
-
 from safetensors.numpy import save_file
 
 import headrace

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -48,11 +50,7 @@ def test_windows_side_by_side_share_the_pieces_out(
     pieces: tuple[Piece, ...], cuts: set[int]
 ) -> None:
     bounds = [0, *sorted(cuts), 101]
-    parts = [
-        piece
-        for first, stop in zip(bounds, bounds[1:], strict=False)
-        for piece in cut(pieces, first, stop)
-    ]
+    parts = [piece for first, stop in pairwise(bounds) for piece in cut(pieces, first, stop)]
     assert places(tuple(parts)) == places(pieces)
 
 

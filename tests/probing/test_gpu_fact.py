@@ -10,7 +10,13 @@ from headrace.testing import FakeCuda
 def test_devices_are_counted() -> None:
     assert probe_gpu(lambda: FakeCuda(), 0).holds
     assert probe_gpu(lambda: FakeCuda(), 0).found == "1 device"
-    assert probe_gpu(lambda: FakeCuda(devices=3), 0).found == "3 devices"
+    assert probe_gpu(lambda: FakeCuda(devices=3), 2).found == "3 devices"
+
+
+def test_ordinal_that_is_not_there_is_named_beside_the_count() -> None:
+    fact = probe_gpu(lambda: FakeCuda(devices=2), 2)
+    assert (fact.holds, fact.found) == (False, "2 devices, so no cuda:2")
+    assert "CUDA_VISIBLE_DEVICES" in fact.remedy
 
 
 def test_missing_bindings_are_a_fact_that_says_what_to_install() -> None:
@@ -20,7 +26,7 @@ def test_missing_bindings_are_a_fact_that_says_what_to_install() -> None:
     fact = probe_gpu(load, 0)
     assert (fact.holds, fact.found) == (False, "no CUDA bindings")
     assert "No module named 'cuda'" in fact.why
-    assert "pip install 'headrace[cuda13]'" in fact.remedy
+    assert "[cuda13]" in fact.remedy
 
 
 def test_no_device_is_a_fact_that_says_where_to_look() -> None:

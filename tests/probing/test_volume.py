@@ -17,8 +17,25 @@ from headrace.testing import FaultyFiles
 from tests.support import PAGE, folder_with_direct, needs_mount, open_source, write_random
 
 
+def walk(path: str, children: dict[tuple[int, str], int]) -> int:
+    """As the kernel walks: step into what is mounted at each component, as often as it is."""
+    at, parts = 0, [part for part in path.split("/") if part]
+    for length in range(len(parts) + 1):
+        prefix = "/" + "/".join(parts[:length])
+        while (at, prefix) in children:
+            at = children[(at, prefix)]
+    return at
+
+
 def mounts(*pairs: tuple[str, str]) -> tuple[Mount, ...]:
-    return tuple(Mount(point, kind, "rw") for point, kind in pairs)
+    """Mounts made one after the other."""
+    children: dict[tuple[int, str], int] = {}
+    table = []
+    for number, (point, kind) in enumerate(pairs, 1):
+        parent = walk(point, children)
+        children[(parent, point)] = number
+        table.append(Mount(point, kind, "rw", mount_id=number, parent_id=parent))
+    return tuple(table)
 
 
 USUAL = mounts(
@@ -57,11 +74,6 @@ def test_later_mount_on_the_same_point_hides_the_earlier() -> None:
     assert find_mount("/x", mounts(("/", "rootfs"), ("/", "ext4"))).file_system == "ext4"
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="find_mount() takes the longest mount point even where a later mount hides it; the "
-    "device numbers in mountinfo would tell",
-)
 def test_mount_that_a_later_one_hides_is_not_the_one_under_the_path() -> None:
     hidden = mounts(("/", "ext4"), ("/mnt/old", "overlay"), ("/mnt", "xfs"))
     assert find_mount("/mnt/old/model", hidden).file_system == "xfs"
@@ -92,13 +104,13 @@ def test_relative_path_counts_from_the_working_directory(
     points=st.lists(st.lists(st.sampled_from("ab"), max_size=3).map(tuple), max_size=8),
     parts=st.lists(st.sampled_from("abc"), max_size=4),
 )
-def test_any_tree_of_mounts_gives_the_longest_prefix(
+def test_any_tree_of_mounts_is_walked_as_the_kernel_walks(
     points: list[tuple[str, ...]], parts: list[str]
 ) -> None:
-    table = tuple(Mount("/" + "/".join(p), str(n), "") for n, p in enumerate(points))
-    above = [(len(p), n) for n, p in enumerate(points) if tuple(parts[: len(p)]) == p]
-    expected = str(max(above)[1]) if above else "unknown"
-    assert find_mount("/" + "/".join(parts), table).file_system == expected
+    table = mounts(*(("/" + "/".join(p), str(n)) for n, p in enumerate([(), *points], 1)))
+    children = {(each.parent_id, each.mount_point): each.mount_id for each in table}
+    path = "/" + "/".join(parts)
+    assert find_mount(path, table).file_system == str(walk(path, children))
 
 
 @pytest.mark.root
@@ -189,11 +201,6 @@ class RunsDry(FaultyFiles):
         raise AssertionError("a probe reads no payload")
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="probe_volume() turns every OSError into 'refused by <fs>; keep the file on ext4': also "
-    "EMFILE, EACCES, ENOENT",
-)
 def test_probe_that_runs_out_of_descriptors_does_not_blame_the_file_system(tmp_path: Path) -> None:
     path = tmp_path / "model"
     write_random(path, PAGE)

@@ -9,6 +9,7 @@ import os
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Protocol
 
 import numpy as np
@@ -17,7 +18,7 @@ _CACHESTAT = 451  # the same number on every architecture; Linux 6.5
 _AT_EMPTY_PATH = 0x1000
 _STATX_DIOALIGN = 0x2000
 _STATX_DIO_OFFSETS = 0x98  # offset of stx_dio_mem_align and stx_dio_offset_align in struct statx
-_STATX_NR = {"x86_64": 332, "aarch64": 291}
+_STATX_NR = MappingProxyType({"x86_64": 332, "aarch64": 291})
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +88,12 @@ class Files(Protocol):
     def forget(self, fd: int, file_offset: int, nbytes: int) -> None:
         """Drop clean pages of the range from the page cache (POSIX_FADV_DONTNEED)."""
 
+    def expect_random(self, fd: int) -> None:
+        """Read nothing ahead of what is asked for through this descriptor (POSIX_FADV_RANDOM)."""
+
+    def is_cached(self, fd: int, file_offset: int) -> bool:
+        """Whether one byte can be had without storage (preadv2, RWF_NOWAIT); OSError if untold."""
+
     def cached_pages(self, fd: int, file_offset: int, nbytes: int) -> int:
         """Pages of the range in the page cache (cachestat); OSError where it cannot be told."""
 
@@ -132,6 +139,17 @@ class PosixFiles:
     def forget(self, fd: int, file_offset: int, nbytes: int) -> None:
         """See `Files.forget`."""
         os.posix_fadvise(fd, file_offset, nbytes, os.POSIX_FADV_DONTNEED)
+
+    def expect_random(self, fd: int) -> None:
+        """See `Files.expect_random`."""
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
+
+    def is_cached(self, fd: int, file_offset: int) -> bool:
+        """See `Files.is_cached`."""
+        try:
+            return os.preadv(fd, [bytearray(1)], file_offset, os.RWF_NOWAIT) == 1
+        except BlockingIOError:
+            return False
 
     def cached_pages(self, fd: int, file_offset: int, nbytes: int) -> int:
         """See `Files.cached_pages`."""

@@ -82,6 +82,10 @@ class Mount:
     """``major:minor``, as ``st_dev`` of the files has it."""
     source: str = field(default="", compare=False)
     """What is mounted: a device node, ``server:/export``, ..."""
+    mount_id: int = field(default=0, compare=False)
+    """Number of the mount."""
+    parent_id: int = field(default=-1, compare=False)
+    """Number of the mount that it is mounted on."""
 
 
 def read_mounts(system: System) -> tuple[Mount, ...]:
@@ -92,8 +96,11 @@ def read_mounts(system: System) -> tuple[Mount, ...]:
 
 def _parse_mount(line: str) -> Mount:
     left, _, right = line.partition(" - ")
-    before, after = left.split(" ", 5), [*right.split(" ", 2), "", ""]
-    return Mount(_unescape(before[4]), after[0], after[2], before[2], _unescape(after[1]))
+    mount_id, parent_id, device, _, point, *_ = left.split(" ", 5)
+    kind, source, options, *_ = [*right.split(" ", 2), "", ""]
+    return Mount(
+        _unescape(point), kind, options, device, _unescape(source), int(mount_id), int(parent_id)
+    )
 
 
 def _unescape(text: str) -> str:

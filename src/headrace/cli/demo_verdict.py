@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import MappingProxyType
 
 from headrace.cli.demo_bench import COLD, RESIDENT, Row
 
 _NOISE = 1.1  # runs of one method differ by 5 to 15 % (FACTS.md); less than this is a draw
 
-_STATES = {RESIDENT: "In the page cache", COLD: "Not in the page cache"}
+_STATES = MappingProxyType({RESIDENT: "In the page cache", COLD: "Not in the page cache"})
 
 
 def conclude(rows: Sequence[Row]) -> tuple[str, ...]:

@@ -19,6 +19,8 @@ class ExplainRequest:
     """Where to; None chooses as ``headrace load`` does."""
     route: str = "auto"
     """``"auto"`` or the forced route."""
+    raw: bool = False
+    """Take the file as plain bytes."""
 
 
 def collect(request: ExplainRequest) -> Explanation:
@@ -32,7 +34,11 @@ def collect(request: ExplainRequest) -> Explanation:
     with headrace.Context() as context:
         target = find_target(request.device, None, context)
         explanation = headrace.explain(
-            request.source, device=target.device, route=request.route, context=context
+            request.source,
+            device=target.device,
+            route=request.route,
+            raw=request.raw,
+            context=context,
         )
         if request.device is not None:
             return explanation

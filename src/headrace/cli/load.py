@@ -80,7 +80,13 @@ def _loader(
 ) -> Callable[[], Any]:
     """Prepare the call that loads one source."""
     namespace = target.namespace()
-    common = {"device": target.device, "route": request.route, "context": context}
+    progress = False if meter is quiet else partial(meter, source)
+    common = {
+        "device": target.device,
+        "route": request.route,
+        "progress": progress,
+        "context": context,
+    }
     if request.raw or Path(source).suffix.lower() == ".npy":
         if request.names:
             raise ValueError(f"{source}: --names chooses tensors of safetensors sources only")
@@ -91,8 +97,7 @@ def _loader(
     if request.names:
         listed = headrace.explain(source, device="cpu", context=context).tensors
         names = select_names(source, request.names, [tensor["name"] for tensor in listed])
-    progress = False if meter is quiet else partial(meter, source)
-    return partial(namespace.load, source, names=names, progress=progress, **common)
+    return partial(namespace.load, source, names=names, **common)
 
 
 def select_names(source: str, patterns: Sequence[str], available: Sequence[str]) -> list[str]:

@@ -113,6 +113,7 @@ def explain(
     source: arg.SourceArgument,
     device: arg.DeviceOption = None,
     route: arg.RouteOption = "auto",
+    raw: arg.RawOption = False,
     tensors: arg.TensorsOption = False,
     as_json: arg.JsonOption = False,
     debug: arg.DebugOption = False,
@@ -121,7 +122,7 @@ def explain(
     from headrace.cli import explain as command
 
     with report_failure(debug or context.obj):
-        result = command.collect(command.ExplainRequest(source, device, route))
+        result = command.collect(command.ExplainRequest(source, device, route, raw))
         _show(as_json, result.to_dict(), "explanation", result, tensors=tensors)
 
 

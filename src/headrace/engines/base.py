@@ -6,14 +6,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import repeat
 from typing import NamedTuple, Protocol
 
 from headrace.bindings.cuda import Copy
 from headrace.memory.alignment import align_down
 from headrace.memory.buffer import Buffer
-from headrace.planning.plan import Piece, Transfer, cut
+from headrace.planning.plan import Piece, Rejection, Transfer, cut
 from headrace.storage.source import Source
 from headrace.types import Route
 
@@ -78,6 +78,10 @@ class Stats:
     """Wall seconds in read calls, summed over the workers."""
     cpu_seconds: float
     """User and system seconds of the workers."""
+    mode: str = ""
+    """A name that tells more than the route's own, such as "gds (cuFile compatibility mode)"."""
+    downgrades: tuple[Rejection, ...] = ()
+    """What did not go as the route promises, and what would change it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,31 +171,77 @@ Work = Callable[[Jobs, Tally], None]
 """What one worker does: take jobs until there are no more, and tally them."""
 
 
-@dataclass(slots=True)
 class _Crew:
-    """Threads at work on the same jobs."""
+    """Workers on the same jobs.
 
-    work: Work
-    jobs: Jobs
-    tallies: list[Tally] = field(default_factory=list)
-    failures: list[BaseException] = field(default_factory=list)
+    A worker signs on before it touches any memory, and nobody signs on once the jobs are stopped:
+    so when nobody is at work after `stop`, nothing writes any more. Joining the threads could not
+    tell: an interrupted `Thread.join` takes a running thread for an ended one (before Python 3.13),
+    and an interrupted `Thread.start` leaves it open whether there is a thread.
+    """
+
+    def __init__(self, work: Work, jobs: Jobs) -> None:
+        self._work = work
+        self._jobs = jobs
+        self._at_work = 0
+        self._stopped = False
+        self._changed = threading.Condition()
+        self.tallies: list[Tally] = []
+        self.failures: list[BaseException] = []
 
     def moved_nbytes(self) -> int:
         """Wanted bytes that the workers have read so far."""
         return sum(tally.moved_nbytes for tally in self.tallies)
 
     def labour(self) -> None:
-        """Body of one worker."""
-        tally = Tally()
-        self.tallies.append(tally)
+        """Work in a thread of its own."""
         began = time.thread_time()
+        tally = self.labour_here()
+        tally.cpu_seconds = time.thread_time() - began
+
+    def labour_here(self) -> Tally:
+        """Work in the calling thread."""
+        tally = Tally()
+        with self._changed:
+            if self._stopped:
+                return tally
+            self._at_work += 1
+            self.tallies.append(tally)
         try:
-            self.work(self.jobs, tally)
+            self._work(self._jobs, tally)
         except BaseException as failure:  # noqa: BLE001 (raised again by the thread that waits)
             self.failures.append(failure)
-            self.jobs.stop()
+            self.stop()
         finally:
-            tally.cpu_seconds += time.thread_time() - began
+            with self._changed:
+                self._at_work -= 1
+                self._changed.notify_all()
+        return tally
+
+    def stop(self) -> None:
+        """Give out no more jobs, and let nobody else sign on."""
+        with self._changed:
+            self._stopped = True
+            self._jobs.stop()
+
+    def wait(self, count: int, on_progress: OnProgress | None) -> None:
+        """Wait until `count` workers have come and all have gone, or all have gone after `stop`."""
+        interval = _PROGRESS_INTERVAL_S if on_progress else None
+        while True:
+            with self._changed:
+                if self._changed.wait_for(lambda: self._all_gone(count), interval):
+                    return
+            if on_progress:
+                on_progress(self.moved_nbytes())
+
+    def _all_gone(self, count: int) -> bool:
+        return not self._at_work and (self._stopped or len(self.tallies) == count)
+
+    def take_failure(self) -> BaseException | None:
+        """The first failure; the crew forgets it, so that its traceback holds no cycle."""
+        failure = self.failures[0] if self.failures else None
+        self.failures.clear()
+        return failure
 
 
 def run_workers(work: Work, cargo: Cargo) -> list[Tally]:
@@ -207,50 +257,47 @@ def run_workers(work: Work, cargo: Cargo) -> list[Tally]:
     Raises
     ------
     BaseException
-        The first failure of a worker, or KeyboardInterrupt, once every worker has ended.
+        The first failure of a worker, or KeyboardInterrupt, once nobody is at work any more.
     """
     jobs = Jobs(cargo.transfers, cargo.block_nbytes)
     crew = _Crew(work, jobs)
     count = min(cargo.workers, len(jobs))
-    if count == 1:
-        crew.labour()  # a thread would only add to the latency of a small read
+    if count == 1 and not cargo.on_progress:
+        crew.labour_here()  # a thread would only add to the latency of a small read
     else:
         _labour_together(crew, count, cargo.on_progress)
-    if crew.failures:
-        raise crew.failures[0]
+    failure = crew.take_failure()
+    if failure is not None:
+        try:
+            raise failure
+        finally:
+            del failure
     if cargo.on_progress:
         cargo.on_progress(crew.moved_nbytes())
     return crew.tallies
 
 
 def _labour_together(crew: _Crew, count: int, on_progress: OnProgress | None) -> None:
-    threads: list[threading.Thread] = []
+    threads = [threading.Thread(target=crew.labour, name="headrace") for _ in range(count)]
     try:
-        for _ in range(count):
-            thread = threading.Thread(target=crew.labour, name="headrace")
+        for thread in threads:
             thread.start()
-            threads.append(thread)
+        crew.wait(count, on_progress)
     except BaseException:
-        crew.jobs.stop()
+        crew.stop()
+        _outlast_interrupts(crew)
         raise
-    finally:
-        _wait_for(threads, crew, on_progress)
-
-
-def _wait_for(threads: list[threading.Thread], crew: _Crew, on_progress: OnProgress | None) -> None:
-    """Wait for every thread, whatever happens: they write into memory that the caller may free."""
-    interrupt: BaseException | None = None
     for thread in threads:
-        while thread.is_alive():
-            try:
-                thread.join(_PROGRESS_INTERVAL_S if on_progress else None)
-                if on_progress:
-                    on_progress(crew.moved_nbytes())
-            except BaseException as error:  # noqa: BLE001 (raised below, after the last thread)
-                interrupt, on_progress = error, None
-                crew.jobs.stop()
-    if interrupt is not None:
-        raise interrupt
+        thread.join()
+
+
+def _outlast_interrupts(crew: _Crew) -> None:
+    """Wait for those at work, through any number of Ctrl-C: they write into the caller's memory."""
+    while True:
+        try:
+            return crew.wait(0, None)
+        except KeyboardInterrupt:  # the first one is under way to the caller already
+            continue
 
 
 def total(route: Route, tallies: Sequence[Tally], evidence: str) -> Stats:

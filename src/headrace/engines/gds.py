@@ -98,7 +98,9 @@ class GdsEngine:
                 stack.enter_context(self._registered(buffer))
             tallies = self._read_all(cargo, handles)
         after = self._cufile.read_counters()
-        return total(self.route, tallies, self._judge(before, after))
+        stats = total(self.route, tallies, self._judge(before, after))
+        mode = COMPATIBILITY if self.compatibility else ""
+        return replace(stats, mode=mode, downgrades=tuple(self.downgrades))
 
     def _read_all(self, cargo: Cargo, handles: dict[int, int]) -> list[Tally]:
         device = cargo.buffers[0].device.index

@@ -18,7 +18,7 @@ from dataclasses import replace
 from headrace.bindings.cuda import Cuda
 from headrace.engines.base import Cargo, Job, Jobs, Stats, Tally, run_workers, total
 from headrace.engines.lanes import Lanes, streams_of
-from headrace.errors import DeviceError
+from headrace.errors import DeviceError, RouteUnavailable
 from headrace.memory.alignment import align_down, align_up
 from headrace.memory.mappings import Mappings, Window, WindowKey
 from headrace.options import PAGE_NBYTES
@@ -49,7 +49,13 @@ class MappedEngine:
         self._mappings = mappings
 
     def run(self, cargo: Cargo) -> Stats:
-        """See `Engine.run`."""
+        """See `Engine.run`.
+
+        Raises
+        ------
+        RouteUnavailable
+            Not even the first window can be registered; nothing was moved.
+        """
         device, streams = cargo.buffers[0].device.index, streams_of(cargo.buffers)
         counts = {"registered": 0, "kept": 0}
 
@@ -83,8 +89,12 @@ class MappedEngine:
         began = time.perf_counter()
         try:
             window, kept = self._mappings.take(source.fd, key)
-        except (ValueError, DeviceError):
+        except (ValueError, OSError, DeviceError) as error:
             source.verify_unchanged()  # a file that was truncated explains it better
+            if isinstance(error, OSError):
+                error.filename = source.path
+            if isinstance(error, DeviceError) and not tally.moved_nbytes:
+                raise RouteUnavailable(f"route 'mapped' cannot serve: {error}") from error
             raise
         tally.read_seconds += time.perf_counter() - began
         counts["kept" if kept else "registered"] += 1

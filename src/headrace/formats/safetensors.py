@@ -15,6 +15,7 @@ from headrace.types import ByteRange
 
 _LENGTH_NBYTES = 8  # little-endian length of the JSON header, at the start of the file
 _HEAD_NBYTES = 64
+_LONGEST_NBYTES = 100_000_000  # the library refuses longer headers
 
 
 def read_catalog(path: str) -> Catalog:
@@ -67,6 +68,9 @@ def _read_head(path: str) -> tuple[bytes, int]:
     with open_regular(path) as file:
         file_nbytes = os.fstat(file.fileno()).st_size
         head = file.read(_HEAD_NBYTES)
+        # The rest of the header too, so that the library's own read finds it and reads no more.
+        length = int.from_bytes(head[:_LENGTH_NBYTES], "little")
+        file.read(min(length, file_nbytes, _LONGEST_NBYTES))
     if len(head) < _LENGTH_NBYTES:
         raise FormatError(
             f"{path} has {file_nbytes} bytes; a safetensors file starts with {_LENGTH_NBYTES} "

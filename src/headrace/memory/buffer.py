@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from headrace.bindings.cuda import LEGACY_STREAM
 from headrace.bindings.dlpack import device_of, export_dlpack, is_contiguous
 from headrace.bindings.pymemory import address_of
@@ -53,12 +55,12 @@ def buffer_from(obj: Any, pointer_device: Callable[[int], int | None]) -> Buffer
     """
     if _is_on_cuda(obj):
         return _from_gpu(obj, pointer_device)
-    if hasattr(obj, "__array_interface__"):
+    if _has(obj, "__array_interface__"):
         return _from_numpy(obj)
     try:
         return _from_buffer_protocol(obj)
     except TypeError:
-        if not hasattr(obj, "__dlpack__"):
+        if not _has(obj, "__dlpack__"):
             raise BufferMismatch(
                 f"{_kind(obj)} has neither the buffer protocol, __cuda_array_interface__ nor "
                 "__dlpack__; pass an array or a bytearray"
@@ -66,10 +68,21 @@ def buffer_from(obj: Any, pointer_device: Callable[[int], int | None]) -> Buffer
     return _from_dlpack(obj, stream=None)
 
 
+def _has(obj: Any, name: str) -> bool:
+    """Whether there is such an attribute, even one that refuses to be read now.
+
+    torch raises RuntimeError from its array interface for tensors that require a gradient, and
+    KeyError for its fp8 types.
+    """
+    try:
+        return hasattr(obj, name)
+    except (KeyError, RuntimeError, TypeError, ValueError):
+        return True
+
+
 def _is_on_cuda(obj: Any) -> bool:
-    # DLPack is asked first: torch raises KeyError from __cuda_array_interface__ for its fp8 types.
-    if not hasattr(obj, "__dlpack_device__"):
-        return hasattr(obj, "__cuda_array_interface__")
+    if not _has(obj, "__dlpack_device__"):
+        return _has(obj, "__cuda_array_interface__")
     try:
         return device_of(obj)[0]
     except ValueError as error:
@@ -79,14 +92,14 @@ def _is_on_cuda(obj: Any) -> bool:
 def _from_gpu(obj: Any, pointer_device: Callable[[int], int | None]) -> Buffer:
     """Prefer DLPack, whose producers order a stream for us; some types only CUDA arrays carry."""
     refusal: BufferMismatch | None = None
-    if hasattr(obj, "__dlpack__"):
+    if _has(obj, "__dlpack__"):
         try:
             return _from_dlpack(obj, stream=LEGACY_STREAM)
         except BufferMismatch as error:
             refusal = error
     try:
         interface = obj.__cuda_array_interface__
-    except (AttributeError, KeyError, RuntimeError, TypeError) as error:
+    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
         raise refusal or BufferMismatch(f"{_kind(obj)}: {error}") from error
     return _from_cuda_array(obj, interface, pointer_device)
 
@@ -107,29 +120,47 @@ def _from_dlpack(obj: Any, stream: int | None) -> Buffer:
 def _from_cuda_array(
     obj: Any, interface: dict[str, Any], pointer_device: Callable[[int], int | None]
 ) -> Buffer:
-    pointer, nbytes = _read_array_interface(obj, interface)
+    try:
+        pointer, readonly = interface["data"]
+        shape, dtype = tuple(interface["shape"]), np.dtype(interface["typestr"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise BufferMismatch(f"{_kind(obj)}.__cuda_array_interface__: {error!r}") from error
+    if readonly:
+        raise _read_only(obj)
+    _refuse_objects(obj, dtype)
+    strides = interface.get("strides")
+    if strides is not None and not is_contiguous(shape, tuple(strides), dtype.itemsize):
+        raise _not_contiguous(obj)
+    nbytes = math.prod(shape) * dtype.itemsize
     index = pointer_device(pointer) if nbytes else 0
     if index is None:
         raise BufferMismatch(f"{_kind(obj)} says it is on a GPU but points at host memory")
     stream = interface.get("stream") or LEGACY_STREAM
-    return Buffer(pointer, nbytes, Device("cuda", index), obj, stream)
+    return Buffer(int(pointer or 0), nbytes, Device("cuda", index), obj, stream)
 
 
 def _from_numpy(obj: Any) -> Buffer:
-    pointer, nbytes = _read_array_interface(obj, obj.__array_interface__)
-    return Buffer(pointer, nbytes, HOST, obj)
-
-
-def _read_array_interface(obj: Any, interface: dict[str, Any]) -> tuple[int, int]:
-    """Address and length that the (CUDA) array interface states, once they are fit to write."""
-    pointer, readonly = interface["data"]
-    if readonly:
+    if isinstance(obj, np.generic):  # its interface is that of a copy, which is gone at once
         raise _read_only(obj)
-    shape, itemsize = tuple(interface["shape"]), int(interface["typestr"][2:])
-    strides = interface.get("strides")
-    if strides is not None and not is_contiguous(shape, tuple(strides), itemsize):
+    try:
+        array = np.asarray(obj)
+    except (KeyError, TypeError, ValueError) as error:
+        raise BufferMismatch(f"{_kind(obj)}.__array_interface__: {error}") from error
+    _refuse_objects(obj, array.dtype)
+    if not array.flags.writeable:
+        raise _read_only(obj)
+    if not array.flags.c_contiguous:
         raise _not_contiguous(obj)
-    return int(pointer or 0), math.prod(shape) * itemsize
+    pointer = int(array.__array_interface__["data"][0])
+    return Buffer(pointer, array.nbytes, HOST, array if array is obj else (obj, array))
+
+
+def _refuse_objects(obj: Any, dtype: np.dtype[Any]) -> None:
+    if dtype.hasobject:
+        raise BufferMismatch(
+            f"{_kind(obj)} holds Python objects ({dtype}), which no file can fill; pass an array "
+            "of numbers"
+        )
 
 
 def _from_buffer_protocol(obj: Any) -> Buffer:

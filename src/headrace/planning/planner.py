@@ -55,13 +55,13 @@ def make_plan(
             stretch.file_range.nbytes
             for file in files
             for stretch in file.residency.stretches
-            if not stretch.resident
+            if stretch.resident is False
         ),
     )
     for source, file in enumerate(files):
         for stretch, pieces in split(file.pieces, file.residency.stretches):
             choice = choose(stretch.resident, amount, device, file.facts, options, forced)
-            clean = options.reuse == "once" and not stretch.resident
+            clean = options.reuse == "once" and stretch.resident is False
             transfers.append(Transfer(source, choice.route, choice.why, pieces, clean))
             rejected.update(dict.fromkeys(choice.rejections))
             if choice.downgrade:
@@ -70,5 +70,8 @@ def make_plan(
         transfers=tuple(transfers),
         rejected=tuple(rejected),
         downgrades=tuple(downgrades),
-        resident_nbytes=sum(file.residency.resident_nbytes for file in files),
+        resident_nbytes=sum(
+            min(file.residency.resident_nbytes, sum(piece.nbytes for piece in file.pieces))
+            for file in files
+        ),
     )

@@ -108,7 +108,7 @@ class Choice:
 
 
 def choose(
-    resident: bool,
+    resident: bool | None,
     amount: Amount,
     device: Device,
     facts: Facts,
@@ -120,7 +120,7 @@ def choose(
     Parameters
     ----------
     resident
-        Whether the page cache holds (nearly) all of it.
+        Whether the page cache holds (nearly) all of it; None where that cannot be known.
     amount
         What the whole load moves.
     device
@@ -156,8 +156,12 @@ def choose(
 def _impossible(device: Device, facts: Facts, block_nbytes: int) -> dict[Route, Rejection]:
     """Routes that this machine, file or destination rules out, whatever is resident."""
     cannot: dict[Route, Rejection] = {}
-    for rejection in (*_by_destination(device, facts), *_by_volume(facts, block_nbytes)):
-        cannot.setdefault(rejection.route, rejection)
+    for new in (*_by_destination(device, facts), *_by_volume(facts, block_nbytes)):
+        old = cannot.get(new.route)
+        if old is not None:  # nobody should mend one thing only to meet the next
+            remedy = "; ".join(filter(None, (old.remedy, new.remedy)))
+            new = Rejection(new.route, f"{old.why}; and {new.why}", remedy)
+        cannot[new.route] = new
     return cannot
 
 
@@ -166,14 +170,10 @@ def _by_destination(device: Device, facts: Facts) -> list[Rejection]:
         why = "the destination is host memory, not a GPU"
         return [Rejection(route, why, "") for route in (Route.CACHED, Route.MAPPED, Route.GDS)]
     rejections = [Rejection(Route.HOST, f"the destination is {device}, not host memory", "")]
-    needs = (
-        (Route.CACHED, facts.gpu),
-        (Route.DIRECT, facts.gpu),
-        (Route.MAPPED, facts.gpu),
-        (Route.GDS, facts.gpu),
-        (Route.MAPPED, facts.mapping),
-        (Route.GDS, facts.gds),
-    )
+    if facts.gpu.holds is not True:
+        needs = [(route, facts.gpu) for route in Route if route is not Route.HOST]
+    else:
+        needs = [(Route.MAPPED, facts.mapping), (Route.GDS, facts.gds)]
     return rejections + [
         Rejection(route, f"{fact.found} ({fact.why})", fact.remedy)
         for route, fact in needs
@@ -195,11 +195,13 @@ def _by_volume(facts: Facts, block_nbytes: int) -> list[Rejection]:
 
 
 def _first_choice(
-    resident: bool, amount: Amount, buffered: Route, facts: Facts, options: Options
+    resident: bool | None, amount: Amount, buffered: Route, facts: Facts, options: Options
 ) -> tuple[Route, str]:
     """The route that is best if it can be had, and the fact that makes it so."""
     if resident:
         return _first_for_resident(amount, buffered, facts, options)
+    if resident is None:
+        return buffered, "whether the page cache holds these bytes cannot be known"
     if amount.missing_nbytes < SMALL_NBYTES:
         return buffered, f"not resident, but fewer than {SMALL_NBYTES >> 20} MiB in all"
     if options.reuse == "many":

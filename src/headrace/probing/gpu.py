@@ -29,7 +29,7 @@ def probe_gpu(load_cuda: Callable[[], Cuda], index: int) -> Fact:
             False,
             "no CUDA bindings",
             f"import cuda.bindings: {error}",
-            "pip install 'headrace[cuda13]' (or [cuda12], to match the driver)",
+            "install headrace with its extra [cuda13], or [cuda12], to match the driver",
         )
     except DeviceError as error:
         return Fact(

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from headrace.bindings.posix import DirectAlignment
 from headrace.bindings.sysfs import Mount
+from headrace.errors import SourceChanged
 from headrace.options import PAGE_NBYTES
 from headrace.probing.fact import Fact
 from headrace.storage.source import Source
@@ -30,15 +31,25 @@ class VolumeFacts:
 
 
 def find_mount(path: str, mounts: tuple[Mount, ...]) -> Mount:
-    """Mount under a path: the longest mount point above it, and the last of equals."""
-    real = os.path.realpath(path)
-    best = _UNKNOWN
-    for mount in mounts:
-        root = mount.mount_point.rstrip("/") + "/"
-        above = (real + "/").startswith(root)
-        if above and len(mount.mount_point) >= len(best.mount_point):
-            best = mount
-    return best
+    """Mount under a path, as the kernel walks to it.
+
+    Parameters
+    ----------
+    path
+        Any path; symbolic links count where they lead.
+    mounts
+        As `read_mounts` gives them.
+    """
+    real = os.path.realpath(path) + "/"
+    above = [each for each in mounts if real.startswith(each.mount_point.rstrip("/") + "/")]
+    known = {each.mount_id for each in above}
+    below = [each for each in above if each.parent_id not in known]
+    found = _UNKNOWN
+    while below:
+        # Of several mounts on one parent, the walk meets the shallowest first: it hides the others.
+        found = min(below, key=lambda each: (len(each.mount_point), -each.mount_id))
+        below = [each for each in above if each.parent_id == found.mount_id != each.mount_id]
+    return found
 
 
 def probe_volume(source: Source, mounts: tuple[Mount, ...]) -> VolumeFacts:
@@ -46,17 +57,10 @@ def probe_volume(source: Source, mounts: tuple[Mount, ...]) -> VolumeFacts:
     mount = find_mount(source.path, mounts)
     try:
         source.open_direct()
+    except SourceChanged:
+        raise
     except OSError as error:
-        if error.errno == errno.ESTALE:
-            raise
-        direct = Fact(
-            "O_DIRECT",
-            False,
-            f"refused by {mount.file_system}",
-            f"open(O_DIRECT): {os.strerror(error.errno or 0)}",
-            "keep the file on ext4, XFS or another file system with O_DIRECT",
-        )
-        return VolumeFacts(mount.file_system, direct, _SAFE_ALIGNMENT)
+        return VolumeFacts(mount.file_system, _refused(mount, error), _SAFE_ALIGNMENT)
     stated = _stated_alignment(source)
     alignment = stated or _SAFE_ALIGNMENT
     found = f"memory {alignment.memory}, offset {alignment.offset} bytes on {mount.file_system}"
@@ -69,3 +73,12 @@ def _stated_alignment(source: Source) -> DirectAlignment | None:
         return source.files.direct_alignment(source.fd)
     except OSError:  # a kernel without statx: nothing is stated
         return None
+
+
+def _refused(mount: Mount, error: OSError) -> Fact:
+    why = f"open(O_DIRECT): {os.strerror(error.errno or 0)}"
+    if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):  # nothing that the file system said
+        return Fact("O_DIRECT", False, "the file could not be opened a second time", why)
+    found = f"refused by {mount.file_system}"
+    remedy = "keep the file on ext4, XFS or another file system with O_DIRECT"
+    return Fact("O_DIRECT", False, found, why, remedy)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import errno
+import contextlib
 import mmap
 import os
+import random
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -38,8 +39,8 @@ class Stretch:
 
     file_range: ByteRange
     """Where."""
-    resident: bool
-    """Whether the page cache holds (nearly) all of it."""
+    resident: bool | None
+    """Whether the page cache holds (nearly) all of it; None where that cannot be known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,7 @@ class Residency:
     resident_nbytes: int
     """Bytes of them in the page cache, to the page."""
     method: str
-    """"cachestat", "mincore", "by nature", or "unknown"."""
+    """"cachestat", "mincore", "samples", "by nature", or "unknown"."""
     why: str
     """What the method says, or why none could be used."""
 
@@ -76,13 +77,24 @@ def measure_residency(
     file_system
         Its type, as in ``/proc/self/mountinfo``.
     """
-    taken_as = tuple(Stretch(part, True) for part in wanted)
     if file_system in ALWAYS_RESIDENT:
         why = f"{file_system} keeps its files in memory"
-        return Residency(taken_as, sum(part.nbytes for part in wanted), "by nature", why)
-    method, why, count = _pick_method(source, file_system)
-    if count is None:
-        return Residency(taken_as, 0, method, why)
+        all_there = tuple(Stretch(part, True) for part in wanted)
+        return Residency(all_there, sum(part.nbytes for part in wanted), "by nature", why)
+    with contextlib.ExitStack() as stack:
+        method, why, count = _pick_method(source, file_system, granule_nbytes, stack)
+        if count is None:
+            return Residency(tuple(Stretch(part, None) for part in wanted), 0, method, why)
+        try:
+            return _measure_all(wanted, granule_nbytes, count, method, why)
+        except (OSError, ValueError):
+            source.verify_unchanged()  # a mapping past the end of a file that was truncated
+            raise
+
+
+def _measure_all(
+    wanted: tuple[ByteRange, ...], granule_nbytes: int, count: Counter, method: str, why: str
+) -> Residency:
     stretches: list[Stretch] = []
     resident = 0
     for part in wanted:
@@ -92,30 +104,75 @@ def measure_residency(
     return Residency(tuple(stretches), resident, method, why)
 
 
-def _pick_method(source: Source, file_system: str) -> tuple[str, str, Counter | None]:
+def _pick_method(
+    source: Source, file_system: str, granule: int, stack: contextlib.ExitStack
+) -> tuple[str, str, Counter | None]:
+    """The first way of asking that works; what it opens is closed with `stack`."""
     files, fd = source.files, source.fd
     first_page = ByteRange(0, min(source.nbytes, mmap.PAGESIZE))
-    reasons = []
-    if file_system in _UNSEEN_BY_CACHESTAT:
-        reasons.append(f"cachestat does not see the pages of {file_system}")
-    else:
+    reasons: list[str] = []
+
+    def cachestat(part: ByteRange) -> int:
+        return files.cached_pages(fd, part.start, part.nbytes)
+
+    def mincore(part: ByteRange) -> int:
+        return files.mapped_pages(fd, part.start, part.nbytes)
+
+    sample = _open_sampler(source, granule, stack)
+    for method, count, objection in (
+        ("cachestat", cachestat, _object_to_cachestat(file_system)),
+        ("mincore", mincore, _object_to_mincore(source)),
+        ("samples", sample, ""),
+    ):
         try:
-            files.cached_pages(fd, first_page.start, first_page.nbytes)
-        except OSError as error:
-            reasons.append(f"cachestat: {errno.errorcode.get(error.errno or 0, error.errno)}")
-        else:
-            return "cachestat", "cachestat(2)", lambda r: files.cached_pages(fd, r.start, r.nbytes)
-    if os.geteuid() not in (0, source.owner_uid) and not os.access(source.path, os.W_OK):
-        # mincore(2) tells others that every page is resident, so that they learn nothing.
-        reasons.append("mincore answers only the owner or a writer of the file")
-        return "unknown", "; ".join(reasons), None
-    try:
-        files.mapped_pages(fd, first_page.start, first_page.nbytes)
-    except (OSError, ValueError) as error:
-        reasons.append(f"mincore: {error}")
-        return "unknown", "; ".join(reasons), None
-    why = "; ".join(["mincore(2)", *reasons])
-    return "mincore", why, lambda r: files.mapped_pages(fd, r.start, r.nbytes)
+            if not objection:
+                count(first_page)
+                return method, "; ".join([method, *reasons]), count
+        except (OSError, ValueError) as error:
+            objection = f"{method}: {error}"
+        reasons.append(objection)
+    return "unknown", "; ".join(reasons), None
+
+
+def _object_to_cachestat(file_system: str) -> str:
+    if file_system in _UNSEEN_BY_CACHESTAT:
+        return f"cachestat does not see the pages of {file_system}"
+    return ""
+
+
+def _object_to_mincore(source: Source) -> str:
+    # mincore(2) tells others that every page is resident, so that they learn nothing.
+    if os.geteuid() in (0, source.owner_uid) or os.access(source.path, os.W_OK, effective_ids=True):
+        return ""
+    return "mincore answers only the owner or a writer of the file"
+
+
+def _open_sampler(source: Source, granule: int, stack: contextlib.ExitStack) -> Counter:
+    """A counter that looks at one page of each granule, for files of other users.
+
+    A look at a page that is missing may fetch it. So it goes through a descriptor of its own that
+    reads nothing ahead, no granule is looked at twice, and the page is picked at random: the next
+    load must not find the pages that this one fetched.
+    """
+    opened: list[int] = []
+    seen: dict[int, bool] = {}
+
+    def count(part: ByteRange) -> int:
+        if not opened:
+            opened.append(source.files.open(source.path))
+            stack.callback(source.files.close, opened[0])
+            source.files.expect_random(opened[0])
+        pages = 0
+        for window in windows(part, granule):
+            if window.start not in seen:
+                place = random.randrange(window.start, window.stop)
+                seen[window.start] = source.files.is_cached(opened[0], place)
+            if seen[window.start]:
+                first, end = align_down(window.start, mmap.PAGESIZE), window.stop
+                pages += align_up(end - first, mmap.PAGESIZE) // mmap.PAGESIZE
+        return pages
+
+    return count
 
 
 def _measure(wanted: ByteRange, granule: int, count: Counter) -> tuple[list[Stretch], int]:

@@ -43,7 +43,11 @@ class Source:
             raise OSError(errno.EINVAL, "not a regular file", path)
         self._fd = files.open(path)
         self._direct_fd: int | None = None
-        self._opened = files.status(self._fd)
+        try:
+            self._opened = files.status(self._fd)
+        except BaseException:
+            files.close(self._fd)
+            raise
 
     @property
     def nbytes(self) -> int:
@@ -81,10 +85,13 @@ class Source:
         if self._direct_fd is not None:
             return
         fd = self._files.open(self.path, direct=True)
-        opened = self._files.status(fd)
-        if (opened.device, opened.inode) != (self._opened.device, self._opened.inode):
+        try:
+            opened = self._files.status(fd)
+            if (opened.device, opened.inode) != (self._opened.device, self._opened.inode):
+                raise self._changed("it was replaced by another file")
+        except BaseException:
             self._files.close(fd)
-            raise self._changed("it was replaced by another file")
+            raise
         self._direct_fd = fd
 
     def read(self, views: Sequence[memoryview], file_offset: int) -> None:
@@ -141,6 +148,10 @@ class Source:
             resumed = align_down(done + count, alignment)
             done = resumed if resumed > done else done + count
 
+    def expect_random(self) -> None:
+        """Let buffered reads draw nothing else into the page cache."""
+        self._files.expect_random(self._fd)
+
     def forget(self, start: int, stop: int) -> None:
         """Drop a stretch from the page cache, as far as the kernel likes to."""
         self._files.forget(self._fd, start, stop - start)
@@ -161,7 +172,7 @@ class Source:
             raise self._changed("it was written to")
         try:
             named = self._files.path_status(self.path)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             raise self._changed("it was removed") from None
         if (named.device, named.inode) != (was.device, was.inode):
             raise self._changed("it was replaced by another file")

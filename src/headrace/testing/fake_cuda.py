@@ -6,6 +6,7 @@ import ctypes
 import itertools
 import math
 import mmap
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -29,6 +30,7 @@ class _Block:
     device: int | None
     owner: mmap.mmap | None = None
     alive: bool = True
+    read_only: bool = False
 
     def __str__(self) -> str:
         where = "pinned" if self.device is None else f"device {self.device}"
@@ -88,6 +90,8 @@ class FakeCuda:
     ----------
     pinned_nbytes, peak_pinned_nbytes : int
         Page-locked bytes that are held now, and the most that ever were.
+    mapped_nbytes : int
+        Bytes of files that are registered read-only now.
     copies, copied_nbytes, pending_copies : int
         Copies that ran, their bytes, and copies that are queued and have not run.
     pageable_copies : int
@@ -103,7 +107,7 @@ class FakeCuda:
         pinned_limit_nbytes: int | None = None,
         fail_copy_at: int | None = None,
     ) -> None:
-        self.pinned_nbytes = self.peak_pinned_nbytes = 0
+        self.pinned_nbytes = self.peak_pinned_nbytes = self.mapped_nbytes = 0
         self.copies = self.copied_nbytes = self.pending_copies = self.pageable_copies = 0
         self.errors: list[str] = []
         self._devices = devices
@@ -153,7 +157,7 @@ class FakeCuda:
         with self._lock:
             return next((block.device for block in self._find_met(pointer, 1)), None)
 
-    def register_host(self, pointer: int, nbytes: int) -> None:
+    def register_host(self, pointer: int, nbytes: int, *, read_only: bool = False) -> None:
         """See `Cuda.register_host`."""
         call = "cudaHostRegister"
         self._check_nbytes(call, nbytes)
@@ -161,18 +165,25 @@ class FakeCuda:
             if self._find_met(pointer, nbytes):
                 what = f"[{pointer:#x}, {pointer + nbytes:#x}) meets memory that CUDA knows"
                 self._refuse(call, "cudaErrorHostMemoryAlreadyRegistered", 712, what)
-            wanted = self.pinned_nbytes + nbytes
+            wanted = self.pinned_nbytes + self.mapped_nbytes + nbytes
             if wanted > self._pinned_limit:
                 what = f"{nbytes} bytes make it {wanted}, above the limit {self._pinned_limit}"
                 self._refuse(call, "cudaErrorMemoryAllocation", 2, what, misuse=False)
-            self._blocks[pointer] = _Block(pointer, nbytes, None)
-            self.pinned_nbytes = wanted
-            self.peak_pinned_nbytes = max(self.peak_pinned_nbytes, wanted)
+            self._blocks[pointer] = _Block(pointer, nbytes, None, read_only=read_only)
+            if read_only:
+                self.mapped_nbytes += nbytes
+                return
+            self.pinned_nbytes += nbytes
+            self.peak_pinned_nbytes = max(self.peak_pinned_nbytes, self.pinned_nbytes)
 
     def unregister_host(self, pointer: int) -> None:
         """See `Cuda.unregister_host`."""
         with self._lock:
-            self.pinned_nbytes -= self._remove_block("cudaHostUnregister", pointer, pinned=True)
+            block = self._remove_block("cudaHostUnregister", pointer, pinned=True)
+            if block.read_only:
+                self.mapped_nbytes -= block.nbytes
+            else:
+                self.pinned_nbytes -= block.nbytes
 
     def device_alloc(self, nbytes: int, device: int = 0) -> int:
         """Allocate memory of `device` and return its address; its bytes are zero."""
@@ -296,7 +307,7 @@ class FakeCuda:
             if block is not None and not block.alive:
                 what = f"{block} was freed while a queued copy of {copy[2]} bytes names it"
                 self._refuse("cudaMemcpyAsync", "cudaErrorIllegalAddress", 700, what)
-        ctypes.memmove(*copy)
+        _move(*copy, of_file=blocks[-1] is not None and blocks[-1].read_only)
         self.copies += 1
         self.copied_nbytes += copy[2]
 
@@ -305,14 +316,14 @@ class FakeCuda:
         if nbytes < 1:
             self._refuse(call, "cudaErrorInvalidValue", 1, f"{nbytes} bytes; at least 1 is wanted")
 
-    def _remove_block(self, call: str, pointer: int, *, pinned: bool) -> int:
+    def _remove_block(self, call: str, pointer: int, *, pinned: bool) -> _Block:
         block = self._blocks.get(pointer)
         if block is None or (block.device is None) != pinned:
             what = f"{pointer:#x} is not the start of live memory of this kind"
             self._refuse(call, "cudaErrorInvalidValue", 1, what)
         block.alive = False
         del self._blocks[pointer]
-        return block.nbytes
+        return block
 
     def _find_met(self, pointer: int, nbytes: int) -> list[_Block]:
         return [block for block in self._blocks.values() if block.meets(pointer, nbytes)]
@@ -363,3 +374,16 @@ class FakeCuda:
         message = f"{call} failed: {name} ({code}): {what}"
         self.errors.extend([message] if misuse else [])
         raise DeviceError(message)
+
+
+def _move(destination: int, source: int, nbytes: int, *, of_file: bool) -> None:
+    """Copy bytes; out of a mapped file through the kernel, which a truncation cannot kill."""
+    if not of_file:
+        ctypes.memmove(destination, source, nbytes)
+        return
+    with open("/proc/self/mem", "rb", buffering=0) as memory:
+        try:
+            data = os.pread(memory.fileno(), nbytes, source)
+        except OSError:  # past the end of a file that is shorter by now: CUDA copies old pages
+            data = b""
+    ctypes.memmove(destination, data.ljust(nbytes, b"\0"), nbytes)
