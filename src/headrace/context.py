@@ -25,6 +25,7 @@ from headrace.options import Options
 from headrace.planning.effort import choose_workers
 from headrace.planning.plan import Plan, Rejection
 from headrace.planning.planner import make_plan
+from headrace.probing.examination import Instruments
 from headrace.probing.fact import Fact
 from headrace.probing.machine import storage_read_nbytes
 from headrace.report import (
@@ -134,6 +135,10 @@ class Context:
     def gpu_fact(self, index: int = 0) -> Fact:
         """Whether a CUDA device can be used, how that is known, and what would change it."""
         return self._equipment.gpu_fact(index)
+
+    def instruments(self) -> Instruments:
+        """What `headrace.doctor` looks with: the bindings of this context."""
+        return self._equipment.instruments()
 
     def transfer(
         self,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from html import escape
+from types import MappingProxyType
 from typing import Any
 
 from headrace.bindings.posix import PosixFiles
@@ -20,8 +21,8 @@ PathLike = str | os.PathLike[str]
 """One path."""
 
 _GPU_FACTS = ("CUDA device", "GPU on the PCI bus")
-_WORDS = {True: "yes", False: "no", None: "unknown"}
-_STATES = {True: "available", False: "unavailable", None: "unknown"}
+_WORDS = MappingProxyType({True: "yes", False: "no", None: "unknown"})
+_STATES = MappingProxyType({True: "available", False: "unavailable", None: "unknown"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +88,7 @@ def doctor(
     path
         A file, or a folder; None looks at the machine alone.
     context
-        Whose CUDA bindings to use; None for the default one.
+        Whose bindings to use; None for the default one.
     instruments
         What to look with; None for the running machine.
 
@@ -97,8 +98,7 @@ def doctor(
         There is nothing at the path, or neither a file nor a folder.
     """
     if instruments is None:
-        owner = context or default_context()
-        instruments = Instruments(Linux(), PosixFiles(), owner.load_cuda)
+        instruments = (context or default_context()).instruments()
     found = examine(None if path is None else os.fspath(path), instruments)
     return Diagnosis(found.facts, found.routes)
 

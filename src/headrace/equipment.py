@@ -108,7 +108,7 @@ class Equipment:
         ways = {fact.name: fact for fact in probe_nvidia_fs(self.bindings.system)}
         if ways["nvidia-fs"].holds is not True and ways["loadable modules"].holds is not True:
             return ways["nvidia-fs"]
-        verdicts = {each.route: each for each in examine(path, self._instruments()).routes}
+        verdicts = {each.route: each for each in examine(path, self.instruments()).routes}
         gds = verdicts[Route.GDS]
         return Fact("GPUDirect Storage", gds.available, gds.why, "headrace doctor", gds.remedy)
 
@@ -160,7 +160,8 @@ class Equipment:
             if each is not None:
                 each.close()
 
-    def _instruments(self) -> Instruments:
+    def instruments(self) -> Instruments:
+        """What the doctor looks with."""
         return Instruments(
             self.bindings.system,
             self.bindings.files,

@@ -41,6 +41,10 @@ class ObservedRoute:
     """Bytes that arrived."""
     evidence: str
     """How we know."""
+    unaligned_nbytes: int = 0
+    """Bytes whose offset, length or address was not aligned for the route."""
+    bounce: str = ""
+    """What the bytes bounced through; "" where they went straight."""
     mode: str = ""
     """A name that tells more than the route's own, such as "gds (cuFile compatibility mode)"."""
 
@@ -97,7 +101,13 @@ class Report:
                 {"route": str(p.route), "nbytes": p.nbytes, "why": p.why} for p in self.planned
             ],
             "observed": [
-                {"route": str(o.route), "nbytes": o.nbytes, "evidence": o.evidence}
+                {
+                    "route": str(o.route),
+                    "nbytes": o.nbytes,
+                    "evidence": o.evidence,
+                    "unaligned_nbytes": o.unaligned_nbytes,
+                    "bounce": o.bounce,
+                }
                 for o in self.observed
             ],
             "rejected": rejections_to_list(self.rejected),
@@ -199,7 +209,15 @@ def make_report(
         cpu_seconds=cpu_seconds + sum(done.cpu_seconds for done in stats),
         planned=_planned_routes(plan),
         observed=tuple(
-            ObservedRoute(done.route, done.nbytes, done.evidence, done.mode) for done in stats
+            ObservedRoute(
+                done.route,
+                done.nbytes,
+                done.evidence,
+                done.unaligned_nbytes,
+                done.bounce,
+                done.mode,
+            )
+            for done in stats
         ),
         rejected=plan.rejected,
         resident_nbytes=plan.resident_nbytes,

@@ -62,7 +62,7 @@ def test_child_that_hangs_or_crashes_is_a_fact(error: Exception) -> None:
 def test_child_that_hangs_is_killed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     script = tmp_path / "libcufile_child.py"
     script.write_text("while True: pass\n")
-    monkeypatch.setattr(libcufile, "__file__", str(tmp_path / "libcufile.py"))
+    monkeypatch.setattr("headrace.bindings.__file__", str(tmp_path / "__init__.py"))
     monkeypatch.setattr(libcufile, "TIMEOUT_S", 0.3)
     with pytest.raises(subprocess.TimeoutExpired):
         ask_child("")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from types import MappingProxyType
 
 from headrace.errors import DeviceError
 
@@ -15,7 +16,7 @@ PINNING_FAILED = (5016, 5036)
 FIRST_CODE = 5000
 """cuFile's own codes are above this; what is below are numbers of the operating system."""
 
-_CODES = {
+_CODES = MappingProxyType({
     5001: ("DRIVER_NOT_INITIALIZED", "load nvidia-fs (modprobe nvidia-fs), or allow cuFile's "
            "compatibility mode (allow_compat_mode in cufile.json)"),
     5008: ("IO_NOT_SUPPORTED", "cuFile does not serve this kind of file; take the route direct"),
@@ -35,7 +36,7 @@ _CODES = {
     5036: ("GPU_MEMORY_PINNING_FAILED", "BAR1 of the GPU is full or other processes hold it: "
            "register less, or take buffers that are not registered"),
     5038: ("ASYNC_NOT_SUPPORTED", ""),
-}  # fmt: skip
+})  # fmt: skip
 
 _LOG_ERROR = re.compile(r"^.*?\bERROR\s+\S+\s+(.*\S)", re.MULTILINE)
 

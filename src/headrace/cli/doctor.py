@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from headrace.bindings.posix import PosixFiles
@@ -16,8 +17,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-_WORDS = {True: "yes", False: "no", None: "unknown"}
-_STATES = {True: "available", False: "unavailable", None: "unknown"}
+_WORDS = MappingProxyType({True: "yes", False: "no", None: "unknown"})
+_STATES = MappingProxyType({True: "available", False: "unavailable", None: "unknown"})
 
 
 @dataclass(frozen=True, slots=True)

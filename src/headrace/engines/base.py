@@ -58,6 +58,8 @@ class Tally:
 
     moved_nbytes: int = 0
     """Wanted bytes that were read."""
+    unaligned_nbytes: int = 0
+    """Wanted bytes whose offset, length or address was not aligned for the route."""
     read_seconds: float = 0.0
     """Wall seconds inside read calls."""
     cpu_seconds: float = 0.0
@@ -78,6 +80,10 @@ class Stats:
     """Wall seconds in read calls, summed over the workers."""
     cpu_seconds: float
     """User and system seconds of the workers."""
+    unaligned_nbytes: int = 0
+    """Wanted bytes whose offset, length or address was not aligned for the route."""
+    bounce: str = ""
+    """What the bytes bounced through on their way; "" where they went straight."""
     mode: str = ""
     """A name that tells more than the route's own, such as "gds (cuFile compatibility mode)"."""
     downgrades: tuple[Rejection, ...] = ()
@@ -300,7 +306,7 @@ def _outlast_interrupts(crew: _Crew) -> None:
             continue
 
 
-def total(route: Route, tallies: Sequence[Tally], evidence: str) -> Stats:
+def total(route: Route, tallies: Sequence[Tally], evidence: str, bounce: str = "") -> Stats:
     """Add up what the workers did."""
     return Stats(
         route=route,
@@ -308,4 +314,6 @@ def total(route: Route, tallies: Sequence[Tally], evidence: str) -> Stats:
         evidence=evidence,
         read_seconds=sum(tally.read_seconds for tally in tallies),
         cpu_seconds=sum(tally.cpu_seconds for tally in tallies),
+        unaligned_nbytes=sum(tally.unaligned_nbytes for tally in tallies),
+        bounce=bounce,
     )

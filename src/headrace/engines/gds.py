@@ -20,6 +20,7 @@ from headrace.errors import RouteUnavailable, ShortRead
 from headrace.memory.alignment import align_up
 from headrace.memory.buffer import Buffer
 from headrace.memory.registrations import Registrations
+from headrace.options import PAGE_NBYTES
 from headrace.planning.plan import Piece, Rejection
 from headrace.storage.source import Source
 from headrace.types import Route
@@ -98,7 +99,10 @@ class GdsEngine:
                 stack.enter_context(self._registered(buffer))
             tallies = self._read_all(cargo, handles)
         after = self._cufile.read_counters()
-        stats = total(self.route, tallies, self._judge(before, after))
+        evidence = self._judge(before, after)
+        bounced = self.compatibility or any(tally.unaligned_nbytes for tally in tallies)
+        bounce = "cuFile's own buffers" if bounced else ""
+        stats = total(self.route, tallies, evidence, bounce)
         mode = COMPATIBILITY if self.compatibility else ""
         return replace(stats, mode=mode, downgrades=tuple(self.downgrades))
 
@@ -113,6 +117,7 @@ class GdsEngine:
                     for piece in job.pieces():
                         self._read(cargo, handles[index], cargo.sources[index], piece)
                         tally.moved_nbytes += piece.nbytes
+                        tally.unaligned_nbytes += _unaligned_nbytes(piece, cargo.buffers)
                     tally.read_seconds += time.perf_counter() - began
 
         return run_workers(work, cargo)
@@ -204,6 +209,12 @@ class GdsEngine:
             raise RouteUnavailable(f"strict=True forbids a downgrade: {rejection}")
         if rejection not in self.downgrades:
             self.downgrades.append(rejection)
+
+
+def _unaligned_nbytes(piece: Piece, buffers: Sequence[Buffer]) -> int:
+    """Bytes of a piece if cuFile cannot read it as it is, else 0."""
+    address = buffers[piece.buffer].pointer + piece.buffer_offset
+    return piece.nbytes if (piece.file_offset | piece.nbytes | address) % PAGE_NBYTES else 0
 
 
 @contextlib.contextmanager

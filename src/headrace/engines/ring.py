@@ -18,8 +18,14 @@ from headrace.engines.lanes import Lane, Lanes, streams_of
 from headrace.memory.buffer import Buffer
 from headrace.memory.pinned import Block, PinnedPool
 
+RING = "the ring of page-locked blocks"
+"""What bytes bounce through here, as reports call it."""
+
 Fill = Callable[[Job, Block], int]
 """Reads the window of a job into a block; returns the file offset of the block's first byte."""
+
+IsAligned = Callable[[Job], bool]
+"""Whether a job's window is aligned for the route as it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +75,7 @@ class Ring:
             self._prepared.add(device)
         return self.pool.failure
 
-    def move(self, cargo: Cargo, fill: Fill) -> list[Tally]:
+    def move(self, cargo: Cargo, fill: Fill, is_aligned: IsAligned = lambda _: True) -> list[Tally]:
         """Move a cargo through the ring.
 
         Parameters
@@ -78,6 +84,8 @@ class Ring:
             All of its buffers are on one CUDA device.
         fill
             How a window gets into a block.
+        is_aligned
+            Whether a window could be read as it is; without it, all can.
         """
         device = cargo.buffers[0].device.index
         streams = streams_of(cargo.buffers)
@@ -89,7 +97,7 @@ class Ring:
                     # lock held, for work that needs that lock: let that work end first.
                     self._cuda.synchronize_event(lane.event)
                 for slot in self._free_slots(lane, jobs, cargo.workers, give_back):
-                    self._move_one(slot, jobs, fill, cargo.buffers, tally)
+                    self._move_one(slot, jobs, fill, is_aligned, cargo.buffers, tally)
                     if not jobs:
                         return
 
@@ -123,7 +131,13 @@ class Ring:
             yield slot
 
     def _move_one(
-        self, slot: Slot, jobs: Jobs, fill: Fill, buffers: Sequence[Buffer], tally: Tally
+        self,
+        slot: Slot,
+        jobs: Jobs,
+        fill: Fill,
+        is_aligned: IsAligned,
+        buffers: Sequence[Buffer],
+        tally: Tally,
     ) -> None:
         """Move the next job, if there is one, through a slot."""
         job = jobs.take()
@@ -134,4 +148,6 @@ class Ring:
         tally.read_seconds += time.perf_counter() - began
         copies = job.copies(buffers, base)
         self._cuda.copy_to_device(copies, slot.stream)
-        tally.moved_nbytes += sum(nbytes for _, _, nbytes in copies)
+        moved = sum(nbytes for _, _, nbytes in copies)
+        tally.moved_nbytes += moved
+        tally.unaligned_nbytes += 0 if is_aligned(job) else moved

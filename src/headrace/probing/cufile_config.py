@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from headrace.bindings.sysfs import System
@@ -25,10 +26,12 @@ PROPERTIES = (
 )
 """Keys below "properties" that matter here (GDS configuration guide)."""
 
-_VARIABLES = {
-    "CUFILE_ALLOW_COMPAT_MODE": "allow_compat_mode",
-    "CUFILE_USE_PCIP2PDMA": "use_pci_p2pdma",
-}
+_VARIABLES = MappingProxyType(
+    {
+        "CUFILE_ALLOW_COMPAT_MODE": "allow_compat_mode",
+        "CUFILE_USE_PCIP2PDMA": "use_pci_p2pdma",
+    }
+)
 # Variables that cuFile takes before the file.
 _NAME = "cufile.json"
 _COMMENT_OR_STRING = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|/\*.*?\*/', re.DOTALL)

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from headrace import bindings
 from headrace.bindings.sysfs import System
 from headrace.probing.fact import Fact
 
@@ -85,7 +86,7 @@ def ask_child(path: str) -> Mapping[str, str]:
     OSError, ValueError
         It could not be started, or what it printed makes no sense.
     """
-    script = str(Path(__file__).with_name("libcufile_child.py"))
+    script = str(Path(bindings.__file__).with_name("libcufile_child.py"))
     if not sys.executable:
         raise OSError("this interpreter does not know its own executable")
     done = subprocess.run(

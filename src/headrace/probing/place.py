@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 import re
+from types import MappingProxyType
 
 from headrace.bindings.sysfs import Mount, System
 from headrace.probing.block import Disk, find_disk
 from headrace.probing.fact import Fact
 
-NETWORK = {
-    "nfs": "NFS",
-    "nfs4": "NFS",
-    "cifs": "SMB",
-    "smb3": "SMB",
-    "lustre": "Lustre",
-    "wekafs": "WekaFS",
-    "gpfs": "GPFS",
-    "beegfs": "BeeGFS",
-    "panfs": "PanFS",
-    "scatefs": "ScaTeFS",
-    "ceph": "CephFS",
-    "9p": "9P of a hypervisor",
-    "virtiofs": "VirtioFS",
-}
+NETWORK = MappingProxyType(
+    {
+        "nfs": "NFS",
+        "nfs4": "NFS",
+        "cifs": "SMB",
+        "smb3": "SMB",
+        "lustre": "Lustre",
+        "wekafs": "WekaFS",
+        "gpfs": "GPFS",
+        "beegfs": "BeeGFS",
+        "panfs": "PanFS",
+        "scatefs": "ScaTeFS",
+        "ceph": "CephFS",
+        "9p": "9P of a hypervisor",
+        "virtiofs": "VirtioFS",
+    }
+)
 """File systems whose bytes come from another machine, and what people call them."""
 
 _GDS_LOCAL = ("ext4", "xfs")
