@@ -83,7 +83,9 @@ def test_dict_has_the_keys_of_the_public_interface_in_order() -> None:
     assert tuple(record) == KEYS
     assert record["schema"] == 1
     assert [tuple(each) for each in record["planned"]] == [("route", "nbytes", "why")]
-    assert [tuple(each) for each in record["observed"]] == [("route", "nbytes", "evidence")]
+    assert [tuple(each) for each in record["observed"]] == [
+        ("route", "nbytes", "evidence", "unaligned_nbytes", "bounce")
+    ]
     assert {tuple(each) for each in record["rejected"]} == {("route", "why", "remedy")}
 
 

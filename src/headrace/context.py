@@ -278,7 +278,7 @@ class Context:
                 engine = self._equipment.engine(Route.CACHED, device, alignments)
                 stats.append(self._observe(engine, cargo))
             for downgrade in stats[-1].downgrades:
-                plan = plan.downgraded(downgrade)
+                plan = plan.warned(downgrade)
         return stats, plan
 
     def _without_mapping(

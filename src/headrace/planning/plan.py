@@ -86,6 +86,10 @@ class Plan:
         """Whether some stretch takes one of the routes."""
         return any(transfer.route in routes for transfer in self.transfers)
 
+    def warned(self, downgrade: Rejection) -> Plan:
+        """The same plan, with a downgrade of a route that was taken all the same."""
+        return replace(self, downgrades=(*self.downgrades, downgrade))
+
     def downgraded(self, rejection: Rejection) -> Plan:
         """The same plan, with one more downgrade to report."""
         return replace(
