@@ -212,6 +212,26 @@ def test_crash_of_the_child_is_a_row_with_its_reason(
     assert not (tmp_path / "udev").exists()
 
 
+def test_headrace_is_measured_alone_where_the_peer_ends_the_process(
+    order: GdsOrder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail_beside_the_peer(*words: str, **given: Any) -> Any:
+        asked = GdsOrder(**json.loads(words[1]))
+        if not asked.alone:
+            raise ChildError("took longer than 50 s")
+        return [row.to_dict() for row in hold_gds_contest(asked)]
+
+    monkeypatch.setattr(gds, "run_child", fail_beside_the_peer)
+    monkeypatch.setattr(
+        gds, "udev_record", lambda where, kind: udev_record(where, kind, tmp_path / "udev")
+    )
+    monkeypatch.setattr(gds, "TorchMemory", lambda _: NumpyMemory())
+    ours, peer = measure_gds(replace(order, device="cuda:0"), NumpyMemory(), tmp_path / "log")
+    assert "gds" in ours.name
+    assert ours.absent is None
+    assert peer.absent == "beside headrace, the process failed: took longer than 50 s"
+
+
 def test_child_without_an_answer_is_an_error() -> None:
     with pytest.raises(ChildError, match=r"exit status 1: .*no_such_module"):
         run_child("import", "json", "no_such_module")
