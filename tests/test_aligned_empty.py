@@ -13,7 +13,8 @@ import headrace.numpy
 @pytest.mark.parametrize("nbytes", [0, 1, 4095, 4096, 1 << 20])
 def test_numpy_bytes_start_at_a_page_and_can_be_written(nbytes: int) -> None:
     made = headrace.numpy.aligned_empty(nbytes)
-    assert (made.dtype, made.shape) == (np.uint8, (nbytes,))
+    assert made.dtype == np.uint8
+    assert made.shape == (nbytes,)
     assert made.__array_interface__["data"][0] % 4096 == 0 or not nbytes
     made[:] = 7
 

@@ -270,25 +270,28 @@ class Context:
                 on_progress=progress and _shifted(progress, before, found.nbytes),
             )
             alignments = [volume.alignment for volume in found.volumes]
-            engine = self._equipment.engine(route, device, alignments)
             try:
+                engine = self._equipment.engine(route, device, alignments)
                 stats.append(self._observe(engine, cargo))
             except RouteUnavailable as error:
-                plan = self._without_mapping(plan, route, error, forced)
+                plan = self._without(plan, route, error, forced)
                 engine = self._equipment.engine(Route.CACHED, device, alignments)
                 stats.append(self._observe(engine, cargo))
             for downgrade in stats[-1].downgrades:
                 plan = plan.warned(downgrade)
         return stats, plan
 
-    def _without_mapping(
+    def _without(
         self, plan: Plan, route: Route, error: RouteUnavailable, forced: Route | None
     ) -> Plan:
         """The plan with the ring in place of a route that moved nothing; else the error itself."""
-        if route is not Route.MAPPED or forced is not None or self.options.strict:
+        remedies = {
+            Route.MAPPED: "raise the limit of locked memory (ulimit -l)",
+            Route.GDS: "headrace doctor tells what cuFile lacks here",
+        }
+        if route not in remedies or forced is not None or self.options.strict:
             raise error
-        remedy = "raise the limit of locked memory (ulimit -l)"
-        return plan.downgraded(Rejection(route, str(error), remedy))
+        return plan.downgraded(Rejection(route, str(error), remedies[route]))
 
     def _observe(self, engine: Engine, cargo: Cargo) -> Stats:
         """Run an engine, and add to its evidence what the kernel says of storage meanwhile."""
@@ -338,8 +341,12 @@ _MAKING_DEFAULT = threading.Lock()
 
 @functools.cache
 def _make_default_context() -> Context:
-    variables = {name: os.environ[name] for name in os.environ if name.startswith("CUFILE_")}
-    return Context(cufile_environment=variables)
+    return Context(cufile_environment=read_cufile_environment())
+
+
+def read_cufile_environment() -> dict[str, str]:
+    """The ``CUFILE_*`` variables of the process, for `Context`."""
+    return {name: os.environ[name] for name in os.environ if name.startswith("CUFILE_")}
 
 
 def parse_route(route: str) -> Route | None:

@@ -23,10 +23,11 @@ from headrace.errors import RouteUnavailable
 from headrace.memory.mappings import Mappings
 from headrace.memory.pinned import PinnedPool
 from headrace.options import Options
-from headrace.probing.devices import probe_attributes
+from headrace.probing.cufile_config import probe_cufile_config
+from headrace.probing.devices import find_gpus, probe_attributes
 from headrace.probing.examination import Instruments, examine
 from headrace.probing.fact import Fact
-from headrace.probing.gds import probe_nvidia_fs
+from headrace.probing.gds import probe_nvidia_fs, probe_p2pdma
 from headrace.probing.gpu import probe_gpu
 from headrace.types import Device, Route
 
@@ -67,7 +68,10 @@ class Equipment:
         self._lanes: Lanes | None = None
         self._ring: Ring | None = None
         self._mappings: Mappings | None = None
+        self._session: GdsSession | None = None
         self._lease: GdsLease | None = None
+        self._gds_way: Fact | None = None
+        self._gds_volumes: dict[int, Fact] = {}
         self._lock = threading.RLock()
 
     def load_cuda(self) -> Cuda:
@@ -105,12 +109,18 @@ class Equipment:
         """
         if forced:
             return self._forced_gds_fact()
-        ways = {fact.name: fact for fact in probe_nvidia_fs(self.bindings.system)}
-        if ways["nvidia-fs"].holds is not True and ways["loadable modules"].holds is not True:
-            return ways["nvidia-fs"]
-        verdicts = {each.route: each for each in examine(path, self.instruments()).routes}
-        gds = verdicts[Route.GDS]
-        return Fact("GPUDirect Storage", gds.available, gds.why, "headrace doctor", gds.remedy)
+        if self._gds_way is None:
+            self._gds_way = self._find_gds_way()
+        if self._gds_way.holds is not True:
+            return self._gds_way
+        volume = self.bindings.files.path_status(path).device
+        if volume not in self._gds_volumes:
+            verdicts = {each.route: each for each in examine(path, self.instruments()).routes}
+            gds = verdicts[Route.GDS]
+            self._gds_volumes[volume] = Fact(
+                "GPUDirect Storage", gds.available, gds.why, "headrace doctor", gds.remedy
+            )
+        return self._gds_volumes[volume]
 
     def prepare_ring(self, device: int) -> str | None:
         """Get a first page-locked block; why there is none, or None when all is well."""
@@ -169,6 +179,17 @@ class Equipment:
             self.bindings.cufile_environment,
         )
 
+    def _find_gds_way(self) -> Fact:
+        """nvidia-fs or else P2PDMA; looked for once, since both need root and a new start."""
+        system = self.bindings.system
+        nvidia_fs = {fact.name: fact for fact in probe_nvidia_fs(system)}["nvidia-fs"]
+        if nvidia_fs.holds is True:
+            return nvidia_fs
+        config = probe_cufile_config(system, self.bindings.cufile_environment)
+        models = tuple(gpu.model for gpu in find_gpus(system) if gpu.model)
+        p2pdma = probe_p2pdma(system, config, models)[0]
+        return p2pdma if p2pdma.holds is True else nvidia_fs
+
     def _forced_gds_fact(self) -> Fact:
         try:
             self._borrow_lease()
@@ -200,8 +221,12 @@ class Equipment:
 
     def _borrow_lease(self) -> GdsLease:
         with self._lock:
-            if self._lease is None:
+            if self._session is None:
                 given = self.bindings.cufile
-                session = process_session() if given is None else GdsSession(given)
-                self._lease = session.lease()
+                self._session = process_session() if given is None else GdsSession(given)
+            reason = self._session.refusal()
+            if reason is not None:  # also with a lease in hand: it may come from before a fork
+                raise RouteUnavailable(f"route 'gds' cannot serve: {reason}")
+            if self._lease is None:
+                self._lease = self._session.lease()
             return self._lease

@@ -10,12 +10,14 @@ from typing import Any, ClassVar
 import pytest
 
 from headrace.context import Context
-from headrace.errors import DeviceError
+from headrace.errors import DeviceError, RouteUnavailable
+from headrace.probing.fact import Fact
 from headrace.reading import read_into
-from headrace.testing import EngineSuite, FakeCuda, FakeDeviceArray
+from headrace.testing import EngineSuite, FakeCuda, FakeDeviceArray, FaultyFiles
 from headrace.testing.engine_suite import BLOCK, SMALL
 from headrace.testing.fake_cuda import POISON
 from headrace.testing.fake_cufile import FakeCuFile, Mode
+from headrace.testing.faulty_files import pages_where
 
 pytestmark = pytest.mark.skipif(
     "cufile" not in inspect.signature(Context.__init__).parameters,
@@ -97,7 +99,9 @@ class FakeGds(EngineSuite):
         path.write_bytes(os.urandom(9 * BLOCK))
         self.codes = {call: 5011}
         with self.open_context() as (context, files):
-            with pytest.raises(DeviceError, match=rf"{call} failed: .*\(5011\)"):
+            with pytest.raises(
+                (DeviceError, RouteUnavailable), match=rf"{call} failed: .*\(5011\)"
+            ):
                 self.check_read(context, path)
             assert not files.open_descriptors
             self.cufiles[-1].codes.clear()
@@ -127,3 +131,33 @@ class TestGdsInCompatibilityMode(FakeGds):
 
 class TestGdsAligned(FakeGds):
     lead = 0
+
+
+def test_context_that_holds_the_driver_is_refused_after_a_fork(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, cuda = tmp_path / "file", FakeCuda()
+    path.write_bytes(os.urandom(BLOCK))
+    with Context(SMALL, cuda=cuda, cufile=FakeCuFile(cuda)) as context:
+        read_into(FakeDeviceArray(cuda, BLOCK), path, route="gds", context=context)
+        with monkeypatch.context() as forked:
+            forked.setattr(os, "getpid", lambda: -1)
+            with pytest.raises(RouteUnavailable, match="forked"):
+                read_into(FakeDeviceArray(cuda, BLOCK), path, route="gds", context=context)
+
+
+def test_gds_that_fails_before_the_first_byte_leaves_the_load_to_the_ring(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, cuda = tmp_path / "file", FakeCuda()
+    path.write_bytes(os.urandom(20 << 20))
+    yes = Fact("GPUDirect Storage", True, "made up", "made up")
+    monkeypatch.setattr("headrace.equipment.Equipment.gds_fact", lambda *_: yes)
+    cufile = FakeCuFile(cuda, codes={"cuFileHandleRegister": 5027})
+    files = FaultyFiles(resident=pages_where(lambda _: False))
+    array = FakeDeviceArray(cuda, 20 << 20)
+    with Context(cuda=cuda, cufile=cufile, files=files) as context:
+        report = read_into(array, path, context=context)
+    assert array.tobytes() == path.read_bytes()
+    assert [str(each.route) for each in report.observed] == ["cached"]
+    assert any("5027" in each.why for each in report.rejected)

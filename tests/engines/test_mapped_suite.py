@@ -183,3 +183,15 @@ def test_windows_follow_the_file_across_their_borders(
             )
             assert array.tobytes() == path.read_bytes()[file_offset : file_offset + nbytes]
     assert cuda.mapped_nbytes == 0
+
+
+def test_limit_met_in_the_middle_of_a_load_makes_room_and_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("headrace.engines.mapped.WINDOW_NBYTES", 64 << 10)
+    path = tmp_path / "file"
+    path.write_bytes(os.urandom(MIB))
+    cuda = FakeCuda(pinned_limit_nbytes=100 << 10)
+    with hr.Context(hr.Options(mapped_nbytes=MIB), cuda=cuda) as context:
+        assert routes(read(path, context, cuda)) == ["mapped"]
+        assert routes(read(path, context, cuda)) == ["mapped"]

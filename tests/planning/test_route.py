@@ -222,8 +222,15 @@ def check_downgrade(situation: dict[str, Any], choice: Choice, strict: bool) -> 
 
 def test_forced_route_that_cannot_serve_names_all_reasons_and_remedies() -> None:
     message = reason_of(lambda: pick(CUDA, forced="direct", gpu=False, direct=False))
-    assert message.startswith("route 'direct' cannot serve: direct: GPU-FOUND (GPU-WHY)")
-    for part in ("GPU-REMEDY", "cached: GPU-FOUND", "host: the destination is cuda:0", "gds: "):
+    assert message.startswith(
+        "route 'direct' cannot serve: direct: CUDA device: GPU-FOUND (GPU-WHY)"
+    )
+    for part in (
+        "GPU-REMEDY",
+        "cached: CUDA device: GPU-FOUND",
+        "host: the destination is cuda:0",
+        "gds: ",
+    ):
         assert part in message
 
 

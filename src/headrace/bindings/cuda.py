@@ -61,7 +61,7 @@ class Cuda(Protocol):
         """Destroy a stream."""
 
     def synchronize_stream(self, stream: int) -> None:
-        """Wait for all work on the stream."""
+        """Wait for all work on the stream, spinning: for waits that are short."""
 
     def create_event(self) -> int:
         """Create an event without timing on the calling thread's device."""
@@ -73,7 +73,7 @@ class Cuda(Protocol):
         """Record the event after the work that is on the stream now."""
 
     def synchronize_event(self, event: int) -> None:
-        """Wait until the event's last record has happened."""
+        """Sleep until the event's last record has happened."""
 
     def wait_event(self, stream: int, event: int) -> None:
         """Make later work on the stream wait for the event; does not block the host."""
@@ -187,7 +187,8 @@ class CudaRuntime:
 
     def create_event(self) -> int:
         """See `Cuda.create_event`."""
-        flags = self._runtime.cudaEventDisableTiming
+        # A thread that waits for it sleeps: a wait of a tenth of a second would else burn one CPU.
+        flags = self._runtime.cudaEventDisableTiming | self._runtime.cudaEventBlockingSync
         created = self._runtime.cudaEventCreateWithFlags(flags)
         return int(self._check("cudaEventCreateWithFlags", created))
 

@@ -90,6 +90,7 @@ def make_options(
     policy: str,
     reuse: str,
     strict: bool,
+    mapped_nbytes: int | None = None,
 ) -> Options:
     """Options of a transfer from the command line's; None keeps a default.
 
@@ -107,6 +108,7 @@ def make_options(
             policy=policy_name(policy),
             reuse=reuse_name(reuse),
             strict=strict,
+            mapped_nbytes=mapped_nbytes or 0,
         )
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
@@ -170,6 +172,16 @@ BlockOption = Annotated[
     int | None,
     typer.Option(
         "--block-size", parser=parse_size, metavar="SIZE", help="Bytes per read. Default: 4MiB."
+    ),
+]
+MappedOption = Annotated[
+    int | None,
+    typer.Option(
+        "--mapped",
+        parser=parse_size,
+        metavar="SIZE",
+        help="Most resident file bytes that stay registered with the GPU between loads. "
+        "Default: 0.",
     ),
 ]
 PinnedOption = Annotated[

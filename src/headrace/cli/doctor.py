@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from headrace.bindings.posix import PosixFiles
-from headrace.bindings.sysfs import Linux
-from headrace.context import Context
+from headrace.context import Context, read_cufile_environment
 from headrace.diagnosis import Diagnosis, doctor
-from headrace.probing.examination import Instruments
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -37,10 +33,8 @@ def collect(request: DoctorRequest) -> Diagnosis:
     OSError
         As `headrace.doctor` does.
     """
-    variables = {name: os.environ[name] for name in os.environ if name.startswith("CUFILE_")}
-    with Context() as context:
-        instruments = Instruments(Linux(), PosixFiles(), context.load_cuda, variables)
-        return doctor(request.path, instruments=instruments)
+    with Context(cufile_environment=read_cufile_environment()) as context:
+        return doctor(request.path, context)
 
 
 def render(diagnosis: Diagnosis, console: Console) -> None:

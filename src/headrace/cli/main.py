@@ -88,6 +88,7 @@ def load(
     workers: arg.WorkersOption = None,
     block_size: arg.BlockOption = None,
     pinned: arg.PinnedOption = None,
+    mapped: arg.MappedOption = None,
     policy: arg.PolicyOption = "speed",
     reuse: arg.ReuseOption = "auto",
     strict: arg.StrictOption = False,
@@ -97,7 +98,7 @@ def load(
     """Load weights or arrays, and say which way the bytes went and why."""
     from headrace.cli import load as command
 
-    options = arg.make_options(workers, block_size, pinned, policy, reuse, strict)
+    options = arg.make_options(workers, block_size, pinned, policy, reuse, strict, mapped)
     with report_failure(debug or context.obj):
         request = command.LoadRequest(
             tuple(sources), device, framework, route, tuple(names or ()), raw, repeat, options

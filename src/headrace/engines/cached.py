@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from headrace.engines.base import Cargo, Job, Stats, total
-from headrace.engines.ring import RING, Ring
+from headrace.engines.ring import Ring
 from headrace.memory.pinned import Block
 from headrace.storage.source import Source
 from headrace.types import Route
@@ -23,7 +23,12 @@ class CachedEngine:
     def run(self, cargo: Cargo) -> Stats:
         """See `Engine.run`."""
         tallies = self._ring.move(cargo, partial(_fill, cargo.sources))
-        return total(self.route, tallies, "buffered preadv into the ring, copied to the GPU", RING)
+        return total(
+            self.route,
+            tallies,
+            "buffered preadv into the ring, copied to the GPU",
+            self._ring.bounce,
+        )
 
 
 def _fill(sources: Sequence[Source], job: Job, block: Block) -> int:

@@ -13,7 +13,7 @@ from functools import partial
 from headrace.bindings.posix import DirectAlignment
 from headrace.bindings.pymemory import map_pages, view_memory
 from headrace.engines.base import Cargo, Job, Jobs, Stats, Tally, run_workers, total
-from headrace.engines.ring import RING, Ring
+from headrace.engines.ring import Ring
 from headrace.memory.alignment import align_down, align_up
 from headrace.memory.pinned import Block
 from headrace.planning.plan import Piece
@@ -46,7 +46,12 @@ class DirectEngine:
             bounce = "a block of host memory for each worker" if bounced else ""
             return total(self.route, tallies, "O_DIRECT preadv into host memory", bounce)
         tallies = self._ring.move(cargo, partial(self._fill, cargo.sources), self._is_aligned)
-        return total(self.route, tallies, "O_DIRECT preadv into the ring, copied to the GPU", RING)
+        return total(
+            self.route,
+            tallies,
+            "O_DIRECT preadv into the ring, copied to the GPU",
+            self._ring.bounce,
+        )
 
     def _is_aligned(self, job: Job) -> bool:
         return not (job.start | job.stop) % self._alignments[job.transfer.source].offset

@@ -16,7 +16,7 @@ from headrace.bindings.cufile import CuFile
 from headrace.bindings.cufile_values import Counters
 from headrace.engines.base import Cargo, Jobs, Stats, Tally, run_workers, total
 from headrace.engines.lanes import Lanes, streams_of
-from headrace.errors import RouteUnavailable, ShortRead
+from headrace.errors import DeviceError, RouteUnavailable, ShortRead
 from headrace.memory.alignment import align_up
 from headrace.memory.buffer import Buffer
 from headrace.memory.registrations import Registrations
@@ -75,6 +75,7 @@ class GdsEngine:
     ) -> None:
         self.compatibility = False
         self.downgrades: list[Rejection] = []
+        self._unregistered = registrations is None
         self._cufile = cufile
         self._cuda = cuda
         self._lanes = lanes
@@ -100,7 +101,8 @@ class GdsEngine:
             tallies = self._read_all(cargo, handles)
         after = self._cufile.read_counters()
         evidence = self._judge(before, after)
-        bounced = self.compatibility or any(tally.unaligned_nbytes for tally in tallies)
+        unaligned = any(tally.unaligned_nbytes for tally in tallies)
+        bounced = self.compatibility or self._unregistered or unaligned
         bounce = "cuFile's own buffers" if bounced else ""
         stats = total(self.route, tallies, evidence, bounce)
         mode = COMPATIBILITY if self.compatibility else ""
@@ -153,9 +155,16 @@ class GdsEngine:
             handles = {}
             for index in dict.fromkeys(transfer.source for transfer in cargo.transfers):
                 fd = stack.enter_context(_descriptor(cargo.sources[index]))
-                handles[index] = self._cufile.register_handle(fd)
+                handles[index] = self._register(fd)
                 stack.callback(self._cufile.deregister_handle, handles[index])
             yield handles
+
+    def _register(self, fd: int) -> int:
+        """Register a file; nothing was moved yet where that fails, and another route may serve."""
+        try:
+            return self._cufile.register_handle(fd)
+        except DeviceError as error:
+            raise RouteUnavailable(f"route 'gds' cannot serve: {error}") from error
 
     def _wait_for_streams(self, buffers: Sequence[Buffer]) -> None:
         """Let work end that was queued before and may use the buffers: cuFile knows no stream."""
@@ -171,6 +180,7 @@ class GdsEngine:
             return []
         used = {p.buffer for transfer in cargo.transfers for p in transfer.pieces}
         buffers = [cargo.buffers[index] for index in sorted(used)]
+        self._unregistered |= any(buffer.nbytes < REGISTER_NBYTES for buffer in buffers)
         return [buffer for buffer in buffers if buffer.nbytes >= REGISTER_NBYTES]
 
     @contextlib.contextmanager
@@ -182,6 +192,7 @@ class GdsEngine:
             return
         owner = buffer.owner[0] if isinstance(buffer.owner, tuple) else buffer.owner
         with registrations.borrow(buffer.pointer, buffer.nbytes, owner) as held:
+            self._unregistered |= not held
             if not held and registrations.failure is not None:
                 self._downgrade(
                     f"buffers are not registered, so cuFile bounces: {registrations.failure}",

@@ -17,15 +17,15 @@ from dataclasses import replace
 
 from headrace.bindings.cuda import Cuda
 from headrace.engines.base import Cargo, Job, Jobs, Stats, Tally, run_workers, total
-from headrace.engines.lanes import Lanes, streams_of
+from headrace.engines.lanes import Lane, Lanes, streams_of
 from headrace.errors import DeviceError, RouteUnavailable
 from headrace.memory.alignment import align_down, align_up
 from headrace.memory.mappings import Mappings, Window, WindowKey
 from headrace.options import PAGE_NBYTES
 from headrace.types import Route
 
-WINDOW_NBYTES = 128 << 20
-"""Bytes registered at a time: between 64 and 256 MiB all sizes are as fast (FACTS)."""
+WINDOW_NBYTES = 256 << 20
+"""Bytes registered at a time; 64 and 128 MiB were slower."""
 
 
 class MappedEngine:
@@ -65,45 +65,61 @@ class MappedEngine:
             with self._releasing(in_use), self._lanes.borrow(device, streams) as lane:
                 for stream in itertools.cycle(lane.streams):
                     if len(in_use) == len(lane.streams):
-                        self._finish_oldest(in_use)
+                        self._finish_oldest(in_use, lane)
                     job = jobs.take()
                     if job is None:
                         break
-                    window = self._take(cargo, job, counts, tally)
+                    window = self._take_or_make_room(cargo, job, in_use, lane, tally)
+                    counts["kept" if window.kept else "registered"] += 1
                     in_use.append((window, stream))
                     copies = job.copies(cargo.buffers, window.pointer - window.key.start)
                     self._cuda.copy_to_device(copies, stream)
                     tally.moved_nbytes += sum(nbytes for _, _, nbytes in copies)
                 while in_use:
-                    self._finish_oldest(in_use)
+                    self._finish_oldest(in_use, lane)
 
         tallies = run_workers(work, replace(cargo, workers=1, block_nbytes=WINDOW_NBYTES))
         windows = ", ".join(f"{count} {how}" for how, count in counts.items() if count)
         return total(self.route, tallies, f"the GPU read the page cache itself; windows: {windows}")
 
-    def _take(self, cargo: Cargo, job: Job, counts: dict[str, int], tally: Tally) -> Window:
+    def _take_or_make_room(
+        self, cargo: Cargo, job: Job, in_use: deque[tuple[Window, int]], lane: Lane, tally: Tally
+    ) -> Window:
+        """A window around a job; where no more can be registered, in place of all others."""
+        try:
+            return self._take(cargo, job, tally)
+        except DeviceError as error:
+            while in_use:
+                self._finish_oldest(in_use, lane)
+            self._mappings.close()
+            try:
+                return self._take(cargo, job, tally)
+            except DeviceError:
+                if tally.moved_nbytes:
+                    raise
+                raise RouteUnavailable(f"route 'mapped' cannot serve: {error}") from error
+
+    def _take(self, cargo: Cargo, job: Job, tally: Tally) -> Window:
         """A window around a job, cut like that of any other load of the same bytes."""
         source = cargo.sources[job.transfer.source]
         stop = min(align_up(job.stop, PAGE_NBYTES), source.nbytes)
         key = WindowKey(source.identity, align_down(job.start, PAGE_NBYTES), stop)
         began = time.perf_counter()
         try:
-            window, kept = self._mappings.take(source.fd, key)
+            window = self._mappings.take(source.fd, key)
         except (ValueError, OSError, DeviceError) as error:
             source.verify_unchanged()  # a file that was truncated explains it better
             if isinstance(error, OSError):
                 error.filename = source.path
-            if isinstance(error, DeviceError) and not tally.moved_nbytes:
-                raise RouteUnavailable(f"route 'mapped' cannot serve: {error}") from error
             raise
         tally.read_seconds += time.perf_counter() - began
-        counts["kept" if kept else "registered"] += 1
         return window
 
-    def _finish_oldest(self, in_use: deque[tuple[Window, int]]) -> None:
-        """Wait for the copies of the oldest window, and give it back."""
+    def _finish_oldest(self, in_use: deque[tuple[Window, int]], lane: Lane) -> None:
+        """Sleep until the copies of the oldest window are done, and give it back."""
         window, stream = in_use[0]
-        self._cuda.synchronize_stream(stream)
+        self._cuda.record_event(lane.event, stream)
+        self._cuda.synchronize_event(lane.event)
         in_use.popleft()
         self._mappings.give_back(window)
 

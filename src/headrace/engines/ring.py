@@ -18,9 +18,6 @@ from headrace.engines.lanes import Lane, Lanes, streams_of
 from headrace.memory.buffer import Buffer
 from headrace.memory.pinned import Block, PinnedPool
 
-RING = "the ring of page-locked blocks"
-"""What bytes bounce through here, as reports call it."""
-
 Fill = Callable[[Job, Block], int]
 """Reads the window of a job into a block; returns the file offset of the block's first byte."""
 
@@ -102,6 +99,12 @@ class Ring:
                         return
 
         return run_workers(work, cargo)
+
+    @property
+    def bounce(self) -> str:
+        """What bytes bounce through here, as reports call it."""
+        locked = "page-locked" if self.pool.failure is None else "ordinary"
+        return f"a ring of {locked} blocks"
 
     def close(self) -> None:
         """Unlock the blocks; no transfer may be under way. Safe to call again."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import OrderedDict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from headrace.bindings.cuda import Cuda
 from headrace.bindings.posix import Files, FileStatus, Mapping
@@ -33,6 +33,8 @@ class Window:
     """What it holds."""
     mapping: Mapping = field(repr=False)
     """What keeps it mapped."""
+    kept: bool = False
+    """Whether it was registered in an earlier call."""
 
     @property
     def pointer(self) -> int:
@@ -74,8 +76,8 @@ class Mappings:
         with self._lock:
             return sum(window.nbytes for window in self._kept.values())
 
-    def take(self, fd: int, key: WindowKey) -> tuple[Window, bool]:
-        """A window for one user, and whether it was kept from an earlier call.
+    def take(self, fd: int, key: WindowKey) -> Window:
+        """A window for one user, kept from an earlier call or new.
 
         Raises
         ------
@@ -88,7 +90,7 @@ class Mappings:
         with self._lock:
             kept = self._kept.pop(key, None)
         if kept is not None:
-            return kept, True
+            return replace(kept, kept=True)
         mapping = self._files.map_shared(fd, key.start, key.stop - key.start)
         window = Window(key, mapping)
         try:
@@ -97,7 +99,7 @@ class Mappings:
         except BaseException:
             mapping.close()
             raise
-        return window, False
+        return window
 
     def give_back(self, window: Window) -> None:
         """Keep a window that no copy reads any more, or release it where it does not fit."""
@@ -130,7 +132,7 @@ class Mappings:
             _drop(self._cuda, window)
 
     def close(self) -> None:
-        """Release every kept window; none may be in use. Safe to call again."""
+        """Release every window that is kept; those in use stay. Safe to call again."""
         with self._lock:
             _drop_all(self._cuda, self._kept)
 

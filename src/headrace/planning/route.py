@@ -175,7 +175,7 @@ def _by_destination(device: Device, facts: Facts) -> list[Rejection]:
     else:
         needs = [(Route.MAPPED, facts.mapping), (Route.GDS, facts.gds)]
     return rejections + [
-        Rejection(route, f"{fact.found} ({fact.why})", fact.remedy)
+        Rejection(route, f"{fact.name}: {fact.found} ({fact.why})", fact.remedy)
         for route, fact in needs
         if fact.holds is not True
     ]
@@ -208,7 +208,6 @@ def _first_choice(
         available = facts.machine.available_nbytes
         if available is None or amount.missing_nbytes <= available // 2:
             return buffered, "not resident; reuse='many' leaves the bytes in the page cache"
-        return Route.DIRECT, "not resident, and too large to stay in the free memory"
     if facts.gds.holds is True and buffered is Route.CACHED:
         return Route.GDS, "not resident: read once, without the CPU"
     rule = rule_for(facts.volume.file_system)

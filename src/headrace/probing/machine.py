@@ -41,13 +41,13 @@ class MachineFacts:
 
 def probe_machine(system: System) -> MachineFacts:
     """Read memory and CPU facts (proc(5))."""
-    cpus, load = system.cpus(), system.load_average()
+    cpus, load, pressure = system.cpus(), system.load_average(), probe_pressure(system)
     limit = _BUSY_LOAD_PER_CPU * cpus
     busy = Fact(
         "CPUs busy",
-        load > limit,
-        f"load {load:.2f} on {cpus} CPUs",
-        f"one-minute load average, against {limit:.2f}",
+        load > limit or pressure.holds is True,
+        f"load {load:.2f} on {cpus} CPUs; {pressure.found}",
+        f"one-minute load average, against {limit:.2f}; {pressure.why}",
         "policy='auto' spends fewer CPU seconds for each byte while this holds",
     )
     return MachineFacts(cpus, _available_nbytes(system), busy)
