@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import time
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -60,37 +59,33 @@ class MappedEngine:
         counts = {"registered": 0, "kept": 0}
 
         def work(jobs: Jobs, tally: Tally) -> None:
-            in_use: deque[tuple[Window, int]] = deque()
+            in_use: list[Window] = []
             # The lane is drained before the windows left by a failure are released.
             with self._releasing(in_use), self._lanes.borrow(device, streams) as lane:
                 for stream in itertools.cycle(lane.streams):
-                    if len(in_use) == len(lane.streams):
-                        self._finish_oldest(in_use, lane)
                     job = jobs.take()
                     if job is None:
                         break
                     window = self._take_or_make_room(cargo, job, in_use, lane, tally)
+                    in_use.append(window)
                     counts["kept" if window.kept else "registered"] += 1
-                    in_use.append((window, stream))
                     copies = job.copies(cargo.buffers, window.pointer - window.key.start)
                     self._cuda.copy_to_device(copies, stream)
                     tally.moved_nbytes += sum(nbytes for _, _, nbytes in copies)
-                while in_use:
-                    self._finish_oldest(in_use, lane)
+                self._finish(in_use, lane)
 
         tallies = run_workers(work, replace(cargo, workers=1, block_nbytes=WINDOW_NBYTES))
         windows = ", ".join(f"{count} {how}" for how, count in counts.items() if count)
         return total(self.route, tallies, f"the GPU read the page cache itself; windows: {windows}")
 
     def _take_or_make_room(
-        self, cargo: Cargo, job: Job, in_use: deque[tuple[Window, int]], lane: Lane, tally: Tally
+        self, cargo: Cargo, job: Job, in_use: list[Window], lane: Lane, tally: Tally
     ) -> Window:
         """A window around a job; where no more can be registered, in place of all others."""
         try:
             return self._take(cargo, job, tally)
         except DeviceError as error:
-            while in_use:
-                self._finish_oldest(in_use, lane)
+            self._finish(in_use, lane)
             self._mappings.close()
             try:
                 return self._take(cargo, job, tally)
@@ -115,19 +110,23 @@ class MappedEngine:
         tally.read_seconds += time.perf_counter() - began
         return window
 
-    def _finish_oldest(self, in_use: deque[tuple[Window, int]], lane: Lane) -> None:
-        """Sleep until the copies of the oldest window are done, and give it back."""
-        window, stream = in_use[0]
-        self._cuda.record_event(lane.event, stream)
-        self._cuda.synchronize_event(lane.event)
-        in_use.popleft()
-        self._mappings.give_back(window)
+    def _finish(self, in_use: list[Window], lane: Lane) -> None:
+        """Sleep until all copies are done, and give the windows back.
+
+        Not before: to release one window while another is copied makes the driver wait, and
+        costs a third of the speed.
+        """
+        for stream in lane.streams:
+            self._cuda.record_event(lane.event, stream)
+            self._cuda.synchronize_event(lane.event)
+        while in_use:
+            self._mappings.give_back(in_use.pop(0))
 
     @contextlib.contextmanager
-    def _releasing(self, in_use: deque[tuple[Window, int]]) -> Iterator[None]:
+    def _releasing(self, in_use: list[Window]) -> Iterator[None]:
         """Release, on the way out, the windows that a failure left in use."""
         try:
             yield
         finally:
             while in_use:
-                self._mappings.drop(in_use.popleft()[0])
+                self._mappings.drop(in_use.pop())
