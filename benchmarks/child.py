@@ -1,4 +1,7 @@
-"""What runs in a fresh process: ``python -m benchmarks.child``; prints one JSON document."""
+"""What runs in a fresh process: ``python -m benchmarks.child``; prints one JSON document.
+
+It imports no headrace before its work, and little else: an import is what it may have to time.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import importlib
 import json
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +17,21 @@ from benchmarks.contestants import Contestant, headrace_model
 from benchmarks.memory import Memory, NumpyMemory, TorchMemory
 from benchmarks.peers import model_peers
 
+ANSWER = "answer: "
+"""What the line of the answer begins with; foreign libraries may print as well."""
+
 
 def main(arguments: list[str]) -> None:
-    """Do what the first word says: ``import`` or ``first-call``."""
+    """Do what the first word says: ``import``, ``first-call`` or ``gds``."""
     action, *given = arguments
-    found = time_import(*given) if action == "import" else time_first_calls(*given)
-    sys.stdout.write(json.dumps(found) + "\n")
+    actions: dict[str, Callable[..., Any]] = {
+        "import": time_import,
+        "first-call": time_first_calls,
+        "gds": read_through_cufile,
+    }
+    found = actions[action](*given)
+    sys.stdout.write(f"{ANSWER}{json.dumps(found)}\n")
+    sys.stdout.flush()
 
 
 def time_import(after: str, name: str) -> float:
@@ -38,6 +51,13 @@ def time_first_calls(framework: str, device: str, name: str, source: str) -> lis
     if why := contestant.why_absent():
         raise RuntimeError(why)
     return [_time_load(contestant, memory, Path(source)) for _ in range(2)]
+
+
+def read_through_cufile(order: str) -> list[dict[str, Any]]:
+    """Rows of the contest that a `GdsOrder` in JSON asks for."""
+    from benchmarks.gds import GdsOrder, hold_gds_contest
+
+    return [row.to_dict() for row in hold_gds_contest(GdsOrder(**json.loads(order)))]
 
 
 def _time_load(contestant: Contestant, memory: Memory, source: Path) -> float:

@@ -9,7 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.memory import Arrays, Memory
-from benchmarks.result import Role
+from benchmarks.result import RESIDENT, Role
+
+KEPT_NBYTES = 16 << 30
+"""Most bytes that stay registered where registrations are kept."""
+
+_RAW_NAME = "headrace read_into"
 
 
 class Contestant:
@@ -25,6 +30,8 @@ class Contestant:
         What it stands for.
     family
         Shared by the settings of one library of which the best is reported.
+    places
+        Keys of the places where it takes part; None for all.
     """
 
     package: str = ""
@@ -36,11 +43,13 @@ class Contestant:
         modules: tuple[str, ...],
         role: Role = Role.PEER,
         family: str | None = None,
+        places: tuple[str, ...] | None = None,
     ) -> None:
         self.name = name
         self.modules = modules
         self.role = role
         self.family = family
+        self.places = places
 
     def is_available(self) -> bool:
         """Whether it can take part."""
@@ -86,8 +95,10 @@ class Headrace(Contestant):
         arguments ``route`` and ``context`` where they are not the defaults.
     route
         Forced route; None leaves the choice to headrace.
-    policy
-        Policy of a context of its own; None takes the default context.
+    options
+        Fields of `headrace.Options` of a context of its own; None takes the default context.
+    places
+        See `Contestant`.
     """
 
     package = "headrace"
@@ -100,13 +111,14 @@ class Headrace(Contestant):
         role: Role = Role.OURS_EXTRA,
         *,
         route: str | None = None,
-        policy: str | None = None,
+        options: Mapping[str, Any] | None = None,
+        places: tuple[str, ...] | None = None,
     ) -> None:
         self._namespace = f"headrace.{memory.framework}"
-        super().__init__(name, ("headrace", self._namespace), role)
+        super().__init__(name, ("headrace", self._namespace), role, places=places)
         self._call = call
         self._route = route
-        self._policy = policy
+        self._options = options
         self._context: Any = None
         self._reports: tuple[Mapping[str, Any], ...] = ()
 
@@ -114,9 +126,8 @@ class Headrace(Contestant):
         """See `Contestant.session`; makes the context once."""
         import headrace
 
-        if self._policy is not None and self._context is None:
-            options: Any = {"policy": self._policy}
-            self._context = headrace.Context(options=headrace.Options(**options))
+        if self._options is not None and self._context is None:
+            self._context = headrace.Context(options=headrace.Options(**self._options))
         return super().session(source)
 
     def load(self, source: Path) -> Arrays:
@@ -146,6 +157,51 @@ def headrace_raw(memory: Memory, target: Any) -> list[Contestant]:
 
     The first row is the one default call that the targets speak of.
     """
+    read_into = _raw_read(target)
+
+    def read(namespace: Any, source: Path, **given: Any) -> Arrays:
+        return {"": namespace.read(source, dtype=target.dtype, **_device(memory), **given)}
+
+    return [
+        Headrace(_RAW_NAME, memory, read_into, Role.OURS),
+        Headrace(f"headrace.{memory.framework}.read", memory, read),
+        *_variants(_RAW_NAME, memory, read_into),
+    ]
+
+
+def headrace_model(memory: Memory) -> list[Contestant]:
+    """Give headrace's contestants for a directory of shards; the default call comes first."""
+    name, load = _model_load(memory)
+    return [
+        Headrace(name, memory, load, Role.OURS),
+        *_variants(name, memory, load),
+    ]
+
+
+def headrace_kept(memory: Memory) -> Contestant:
+    """Give headrace with a registration of the model's pages that is kept between loads."""
+    name, load = _model_load(memory)
+    options = {"mapped_nbytes": KEPT_NBYTES}
+    return Headrace(f"{name}, mapped_nbytes=16 GiB", memory, load, options=options)
+
+
+def headrace_gds(memory: Memory, target: Any) -> Contestant:
+    """Give headrace with its route through cuFile, for the first bytes of a raw file."""
+    call = _raw_read(target)
+    return Headrace(f'{_RAW_NAME}, route="gds"', memory, call, route="gds")
+
+
+def headrace_neighbour(memory: Memory, target: Any) -> list[Contestant]:
+    """Give headrace for a raw file with the policy that spares the CPU, and the one for speed."""
+    call, fast = _raw_read(target), "host" if memory.device == "cpu" else "cached"
+    thrifty = Headrace(f'{_RAW_NAME}, policy="cpu"', memory, call, options={"policy": "cpu"})
+    options = {"policy": "speed"}
+    name = f'{_RAW_NAME}, policy="speed", route="{fast}"'
+    return [thrifty, Headrace(name, memory, call, route=fast, options=options)]
+
+
+def _raw_read(target: Any) -> Callable[..., Arrays]:
+    """Fill `target` with the first bytes of a file."""
 
     def read_into(namespace: Any, source: Path, **given: Any) -> Arrays:
         del namespace
@@ -154,35 +210,32 @@ def headrace_raw(memory: Memory, target: Any) -> list[Contestant]:
         headrace.read_into(target, source, **given)
         return {"": target}
 
-    def read(namespace: Any, source: Path, **given: Any) -> Arrays:
-        return {"": namespace.read(source, dtype=target.dtype, **_device(memory), **given)}
-
-    name = "headrace read_into"
-    return [
-        Headrace(name, memory, read_into, Role.OURS),
-        Headrace(f"headrace.{memory.framework}.read", memory, read),
-        *_variants(name, memory, read_into),
-    ]
+    return read_into
 
 
-def headrace_model(memory: Memory) -> list[Contestant]:
-    """Give headrace's contestants for a directory of shards; the default call comes first."""
-
+def _model_load(memory: Memory) -> tuple[str, Callable[..., Arrays]]:
     def load(namespace: Any, source: Path, **given: Any) -> Arrays:
         arrays: Arrays = namespace.load(source, **_device(memory), **given)
         return arrays
 
-    name = f"headrace.{memory.framework}.load"
-    return [
-        Headrace(name, memory, load, Role.OURS),
-        *_variants(name, memory, load),
-    ]
+    return f"headrace.{memory.framework}.load", load
 
 
 def _variants(name: str, memory: Memory, call: Callable[..., Arrays]) -> list[Contestant]:
-    routes = ("host", "direct") if memory.device == "cpu" else ("cached", "direct")
-    forced = [Headrace(f'{name}, route="{r}"', memory, call, route=r) for r in routes]
-    return [*forced, Headrace(f'{name}, policy="cpu"', memory, call, policy="cpu")]
+    on_gpu = memory.device != "cpu"
+    routes = ("cached", "direct", "mapped") if on_gpu else ("host", "direct")
+    forced = [
+        # Pages that are missing would be read one by one: mapped is for resident files alone.
+        Headrace(
+            f'{name}, route="{route}"',
+            memory,
+            call,
+            route=route,
+            places=(RESIDENT,) if route == "mapped" else None,
+        )
+        for route in routes
+    ]
+    return [*forced, Headrace(f'{name}, policy="cpu"', memory, call, options={"policy": "cpu"})]
 
 
 def _device(memory: Memory) -> dict[str, str]:

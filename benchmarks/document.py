@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.machine import collect_versions, cuda_version, describe_machine
 from benchmarks.result import SCHEMA, Target
-from benchmarks.rounds import FAMILY_FINALISTS, HANG_S, ONCE_S
+from benchmarks.rounds import FAMILY_FINALISTS, HANG_S, ONCE_S, SLOW_ROUNDS, SLOW_S
 from benchmarks.targets import Findings, gpu_targets, host_targets
 
 if TYPE_CHECKING:
@@ -34,8 +34,17 @@ METHOD = (
     "process (getrusage) per GB. Figures are medians of the measured rounds.",
     f"A contestant leaves a place when its readings there have used up its budget; one whose "
     f"first reading takes over {ONCE_S:g} s is run once; a call of over {HANG_S:g} s ends the run.",
+    f"Contestants whose readings take over {SLOW_S:g} s (below 5 GB/s for 7.85 GB) have "
+    f"{SLOW_ROUNDS} measured rounds; headrace's default call has all.",
     f"Of the settings of one library the {FAMILY_FINALISTS} fastest of the first measured round "
     "go on; the best is reported and all are here.",
+    "Kept: one context loads the model again and again and keeps its pages registered; 'first' is "
+    "the load that registers them. The context is closed before the next part.",
+    "cuFile: in a process of its own, with a udev record for the zram device while it runs; the "
+    "first bytes of the raw file, cold. The reports say which way cuFile took.",
+    "Neighbour: beside a process per core that counts loops, loads of the resident raw file in "
+    "turns, each followed by as long an interval without; CPU taken is the loading process's "
+    "(getrusage), and the loops lost are those of the interval less those of the load.",
 )
 """How figures were taken, in sentences."""
 
@@ -56,6 +65,8 @@ def build_document(run: Run) -> dict[str, Any]:
         "rows": [row.to_dict() for row in run.rows],
         "first_calls": [found.to_dict() for found in run.first_calls],
         "imports": [found.to_dict() for found in run.imports],
+        "neighbour": [row.to_dict() for row in run.beside],
+        "doctor": run.doctor,
         "targets": [target.to_dict() for target in _targets(run)],
     }
     scrubbed: dict[str, Any] = json.loads(scrub(json.dumps(document), _private_names(run)))
@@ -86,7 +97,7 @@ def _private_names(run: Run) -> dict[str, str]:
 
 
 def _targets(run: Run) -> list[Target]:
-    findings = Findings(run.rows, run.first_calls, run.imports, _pinned_limit())
+    findings = Findings(run.rows, run.first_calls, run.imports, _pinned_limit(), run.beside)
     return host_targets(findings) if run.memory.device == "cpu" else gpu_targets(findings)
 
 
@@ -97,6 +108,7 @@ def _parameters(run: Run) -> dict[str, Any]:
         "framework": run.memory.framework,
         "raw_nbytes": settings.raw_nbytes,
         "model_nbytes": run.model_nbytes or settings.model_nbytes,
+        "gds_nbytes": settings.gds_nbytes,
         "repeats": settings.repeats,
         "sections": list(settings.sections),
         "quick": settings.quick,

@@ -12,10 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.files import MODEL_NAME, RAW_NAME, copy_tree
+from benchmarks.result import COLD, RESIDENT, TMPFS
 from headrace.bindings.posix import Files
-
-RESIDENT, TMPFS, COLD = "resident", "tmpfs", "cold"
-"""Keys of the places."""
 
 _SHM = Path("/dev/shm")
 _STRAY_SHARE = 0.001  # of the files: pages that may be in the other state, and are counted
@@ -38,8 +36,8 @@ class Place:
     """Whether the page cache is emptied of the files before each reading."""
 
     def source(self, kind: str) -> Path:
-        """Path of the raw file (``"raw"``) or of the model's directory (``"model"``)."""
-        return self.directory / (RAW_NAME if kind == "raw" else MODEL_NAME)
+        """Path of the model's directory (``"model"``, ``"kept"``), else of the raw file."""
+        return self.directory / (MODEL_NAME if kind in ("model", "kept") else RAW_NAME)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from benchmarks.child import ANSWER
 from benchmarks.memory import Memory
 from benchmarks.result import FirstCall, ImportTime
 from benchmarks.rounds import Clock
@@ -33,7 +34,7 @@ def measure_first_call(
             if clock.is_over():
                 error = f"only {len(pairs)} of {processes} processes: the time was over"
                 break
-            first, second = _run_child("first-call", *where, name, str(source))
+            first, second = run_child("first-call", *where, name, str(source))
             pairs.append((first, second))
     except ChildError as failure:
         error = str(failure)
@@ -49,27 +50,40 @@ def measure_import(name: str, after: str, processes: int, clock: Clock) -> Impor
             if clock.is_over():
                 error = f"only {len(seconds)} processes: the time was over"
                 break
-            seconds.append(_run_child("import", after, name))
+            seconds.append(run_child("import", after, name))
     except ChildError as failure:
         error = str(failure)
     return ImportTime(name, after, tuple(seconds[1:]), error)
 
 
-def _run_child(*arguments: str) -> Any:
-    command = [sys.executable, "-m", "benchmarks.child", *arguments]
+def child_environment() -> dict[str, str]:
+    """Give the variables of a child process, which finds what this one finds."""
     path = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")]))
+    return {**os.environ, "PYTHONPATH": path}
+
+
+def run_child(*arguments: str, timeout_s: float = _TIMEOUT_S, **variables: str) -> Any:
+    """Run ``benchmarks.child`` and take its answer, even if it fails to end well after that.
+
+    Raises
+    ------
+    ChildError
+        There is no answer.
+    """
+    command = [sys.executable, "-m", "benchmarks.child", *arguments]
     try:
         done = subprocess.run(
             command,
             capture_output=True,
             text=True,
             check=False,
-            timeout=_TIMEOUT_S,
-            env={**os.environ, "PYTHONPATH": path},
+            timeout=timeout_s,
+            env={**child_environment(), **variables},
         )
     except subprocess.TimeoutExpired:
-        raise ChildError(f"took longer than {_TIMEOUT_S:.0f} s") from None
-    if done.returncode:
-        lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
-        raise ChildError(lines[-1])
-    return json.loads(done.stdout.splitlines()[-1])
+        raise ChildError(f"took longer than {timeout_s:.0f} s") from None
+    answers = [line for line in done.stdout.splitlines() if line.startswith(ANSWER)]
+    if not answers:
+        lines = done.stderr.strip().splitlines() or ["no answer"]
+        raise ChildError(f"exit status {done.returncode}: {lines[-1]}")
+    return json.loads(answers[-1].removeprefix(ANSWER))

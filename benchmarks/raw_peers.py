@@ -97,18 +97,24 @@ class Kvikio(Contestant):
         Array that receives the bytes.
     settings
         Threads and task size in MiB, in its compatibility mode; None leaves all at its defaults.
+    compat
+        Its compatibility mode: ``"ON"`` reads without cuFile, ``"OFF"`` through cuFile alone.
     """
 
     package = "kvikio-cu13"
 
-    def __init__(self, target: Any, settings: tuple[int, int] | None = None) -> None:
+    def __init__(
+        self, target: Any, settings: tuple[int, int] | None = None, *, compat: str = "ON"
+    ) -> None:
         name, role, family = "KvikIO default", Role.PEER, None
         if settings is not None:
-            name = f"{KVIKIO_TUNED}, {settings[0]} threads x {settings[1]} MiB"
-            role, family = Role.PEER_TUNED, KVIKIO_TUNED
+            role, family = Role.PEER_TUNED, KVIKIO_TUNED if compat == "ON" else None
+            which = family or f"KvikIO, compat mode {compat}"
+            name = f"{which}, {settings[0]} threads x {settings[1]} MiB"
         super().__init__(name, ("kvikio", "kvikio.defaults"), role, family)
         self._target = target
         self._settings = settings
+        self._compat = compat
 
     @contextmanager
     def session(self, source: Path) -> Iterator[None]:
@@ -120,7 +126,7 @@ class Kvikio(Contestant):
         if self._settings is not None:
             threads, task_mib = self._settings
             settings = {
-                "compat_mode": kvikio.CompatMode.ON,
+                "compat_mode": getattr(kvikio.CompatMode, self._compat),
                 "num_threads": threads,
                 "task_size": task_mib * _MIB,
             }

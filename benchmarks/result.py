@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from enum import StrEnum
 from typing import Any
 
 SCHEMA = 1
 """Version of the keys of the JSON."""
+
+RESIDENT, TMPFS, COLD = "resident", "tmpfs", "cold"
+"""Keys of the places."""
 
 GB = 1e9
 """Bytes in one GB, as the field counts it."""
@@ -50,7 +53,8 @@ class Row:
     """One contestant at one place."""
 
     kind: str
-    """``"raw"`` or ``"model"``."""
+    """``"raw"`` or ``"model"``; ``"kept"``, the model from a registration that is kept; ``"gds"``,
+    the raw file's first bytes through cuFile."""
     place: str
     """Key of the place: ``"resident"``, ``"tmpfs"`` or ``"cold"``."""
     name: str
@@ -108,8 +112,7 @@ class Row:
     @property
     def routes(self) -> tuple[str, ...]:
         """Routes that headrace observed in the last reading, without repetition."""
-        observed = [str(o["route"]) for report in self.reports for o in report.get("observed", ())]
-        return tuple(dict.fromkeys(observed))
+        return routes_of(self.reports)
 
     def to_dict(self) -> dict[str, Any]:
         """Everything, with the derived figures, ready for JSON."""
@@ -125,6 +128,95 @@ class Row:
             "spread": (max(speeds) - min(speeds)) / median if median else None,
             "cpu_s_per_gb": self.cpu_s_per_gb,
             "routes": list(self.routes),
+        }
+
+    @classmethod
+    def from_dict(cls, given: Mapping[str, Any]) -> Row:
+        """Make a row again from what `to_dict` gave; derived figures are left out."""
+        values = {field.name: given[field.name] for field in fields(cls)}
+        first = values["first"]
+        return cls(
+            **{
+                **values,
+                "role": Role(values["role"]),
+                "first": Reading(**first) if first else None,
+                "readings": tuple(Reading(**reading) for reading in values["readings"]),
+                "reports": tuple(values["reports"]),
+            }
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """One load beside busy neighbours, and the same time without one."""
+
+    round: int
+    """0 for the warm-up, then 1, 2, ..."""
+    seconds: float
+    """Wall time of the load."""
+    cpu_seconds: float
+    """User and system time of the loading process: what it took from the neighbours."""
+    loops: float
+    """Iterations of all neighbours during the load."""
+    neighbour_cpu_seconds: float
+    """CPU time of all neighbours during the load."""
+    alone_loops: float
+    """Their iterations when nothing loads, in the same time."""
+    alone_cpu_seconds: float
+    """Their CPU time when nothing loads, in the same time."""
+
+    @property
+    def lost_share(self) -> float:
+        """Share of the iterations that the load cost."""
+        return 1.0 - self.loops / self.alone_loops if self.alone_loops else 0.0
+
+    @property
+    def lost_cpu_seconds(self) -> float:
+        """CPU time that the neighbours had less."""
+        return self.alone_cpu_seconds - self.neighbour_cpu_seconds
+
+
+@dataclass(frozen=True, slots=True)
+class BesideRow:
+    """One contestant beside a busy process on each core."""
+
+    name: str
+    """The contestant."""
+    processes: int
+    """Busy processes."""
+    nbytes: int
+    """Payload of one load, in bytes."""
+    loads: tuple[Beside, ...]
+    """The measured loads."""
+    compared: bool
+    """Whether every result was equal to the reference byte for byte."""
+    error: str | None
+    """What it raised, or where its bytes were wrong; None if all was well."""
+    reports: tuple[Mapping[str, Any], ...]
+    """headrace's reports of the last load."""
+
+    @property
+    def cpu_s_per_gb(self) -> float | None:
+        """Median CPU seconds taken for each GB; None without a valid load."""
+        if not self.compared:
+            return None
+        return median_or_none([load.cpu_seconds * GB / self.nbytes for load in self.loads])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, with the derived figures, ready for JSON."""
+        per_gb = GB / self.nbytes
+        return {
+            **asdict(self),
+            "gb_per_s": median_or_none([1 / per_gb / load.seconds for load in self.loads]),
+            "cpu_s_per_gb": self.cpu_s_per_gb,
+            "lost_share": median_or_none([load.lost_share for load in self.loads]),
+            "lost_cpu_s_per_gb": median_or_none(
+                [load.lost_cpu_seconds * per_gb for load in self.loads]
+            ),
+            "lost_loops_per_gb": median_or_none(
+                [(load.alone_loops - load.loops) * per_gb for load in self.loads]
+            ),
+            "routes": list(routes_of(self.reports)),
         }
 
 
@@ -197,6 +289,12 @@ class Target:
     def to_dict(self) -> dict[str, Any]:
         """Everything, ready for JSON."""
         return asdict(self)
+
+
+def routes_of(reports: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+    """Routes that headrace observed, without repetition."""
+    observed = [str(o["route"]) for report in reports for o in report.get("observed", ())]
+    return tuple(dict.fromkeys(observed))
 
 
 def median_or_none(values: Sequence[float]) -> float | None:

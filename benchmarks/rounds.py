@@ -6,7 +6,8 @@ import faulthandler
 import resource
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,12 @@ from benchmarks.result import Reading, Role, Row
 
 ONCE_S = 20.0
 """A contestant whose first reading took longer is not run again."""
+
+SLOW_S = 1.57
+"""A contestant whose last reading took longer (under 5 GB/s for 7.85 GB) has `SLOW_ROUNDS`."""
+
+SLOW_ROUNDS = 2
+"""Measured rounds of slow contestants; headrace's default call has all."""
 
 FAMILY_FINALISTS = 3
 """Settings of one family that go on after the first measured round."""
@@ -35,6 +42,11 @@ class Clock:
     stop: float
     """End on the clock of `time.perf_counter`."""
 
+    @classmethod
+    def after(cls, seconds: float) -> Clock:
+        """Start a clock that is over in so many seconds."""
+        return cls(time.perf_counter() + seconds)
+
     def is_over(self) -> bool:
         """Whether no new round should start."""
         return time.perf_counter() >= self.stop
@@ -45,7 +57,7 @@ class Contest:
     """Contestants that load one source to one memory."""
 
     kind: str
-    """``"raw"`` or ``"model"``."""
+    """As `Row.kind`."""
     place: Place
     """Where the source lies."""
     memory: Memory
@@ -80,6 +92,10 @@ class _Entry:
         return self.absent is None and self.error is None and self.note is None
 
     @property
+    def is_slow(self) -> bool:
+        return self.contestant.role is not Role.OURS and self.readings[-1].seconds > SLOW_S
+
+    @property
     def spent_s(self) -> float:
         return sum(reading.seconds for reading in self.readings)
 
@@ -110,7 +126,13 @@ def run_contest(
     finally:
         for contestant in contestants:
             contestant.close()
-    return [_to_row(entry, contest) for entry in entries]
+    kind, place = contest.kind, contest.place.key
+    return [_make_row(entry, kind, place, contest.nbytes) for entry in entries]
+
+
+def absent_row(contestant: Contestant, kind: str, place: str, why: str) -> Row:
+    """Give the row of a contestant whose contest cannot be held."""
+    return _make_row(_Entry(contestant, absent=why), kind, place, 0)
 
 
 def _run_entry(entry: _Entry, contest: Contest, clock: Clock, number: int) -> None:
@@ -137,6 +159,8 @@ def _retire_by_time(entry: _Entry, contest: Contest, clock: Clock, number: int) 
         entry.note = f"run once only: it took {entry.spent_s:.1f} s"
     elif number > 1 and entry.spent_s > budget_s:
         entry.note = f"{done}: its readings took {entry.spent_s:.1f} s"
+    elif number > SLOW_ROUNDS and entry.is_slow:
+        entry.note = f"{done}: the last took {entry.readings[-1].seconds:.1f} s"
 
 
 def _keep_finalists(entries: Sequence[_Entry]) -> None:
@@ -152,15 +176,23 @@ def _keep_finalists(entries: Sequence[_Entry]) -> None:
 def _take_reading(entry: _Entry, contest: Contest, number: int) -> None:
     """Time one load and compare its result; what a loader raises becomes its row's error."""
     contestant = entry.contestant
-    faulthandler.dump_traceback_later(HANG_S, exit=True, file=sys.__stderr__ or sys.stderr)
     try:
-        reading, arrays = _time_load(contestant, contest, number)
+        with hang_guard():
+            reading, arrays = _time_load(contestant, contest, number)
         entry.readings.append(reading)
         entry.reports = contestant.take_reports()
         entry.error = contest.memory.find_difference(arrays, contest.reference)
         _discard(arrays, contest)
     except Exception as error:  # noqa: BLE001  a foreign loader may raise anything: it is shown
         entry.error = f"{type(error).__name__}: {error}"
+
+
+@contextmanager
+def hang_guard() -> Iterator[None]:
+    """End the process, with a traceback of every thread, if the block takes over `HANG_S`."""
+    faulthandler.dump_traceback_later(HANG_S, exit=True, file=sys.__stderr__ or sys.stderr)
+    try:
+        yield
     finally:
         faulthandler.cancel_dump_traceback_later()
 
@@ -173,12 +205,12 @@ def _time_load(contestant: Contestant, contest: Contest, number: int) -> tuple[R
             memory.poison(contest.target)
         memory.synchronize()
         memory.reset_peak()
-        cpu = _cpu_seconds()
+        cpu = cpu_seconds()
         start = time.perf_counter()
         arrays = contestant.load(source)
         memory.synchronize()
         seconds = time.perf_counter() - start
-        cpu = _cpu_seconds() - cpu
+        cpu = cpu_seconds() - cpu
         return Reading(number, seconds, cpu, resident, memory.peak_nbytes()), arrays
 
 
@@ -188,21 +220,22 @@ def _discard(arrays: Arrays, contest: Contest) -> None:
         contest.memory.poison(array)
 
 
-def _cpu_seconds() -> float:
+def cpu_seconds() -> float:
+    """User and system time of this process so far."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     return usage.ru_utime + usage.ru_stime
 
 
-def _to_row(entry: _Entry, contest: Contest) -> Row:
+def _make_row(entry: _Entry, kind: str, place: str, nbytes: int) -> Row:
     contestant = entry.contestant
     return Row(
-        kind=contest.kind,
-        place=contest.place.key,
+        kind=kind,
+        place=place,
         name=contestant.name,
         package=contestant.package,
         role=contestant.role,
         family=contestant.family,
-        nbytes=contest.nbytes,
+        nbytes=nbytes,
         first=next((reading for reading in entry.readings if reading.round == 0), None),
         readings=tuple(reading for reading in entry.readings if reading.round > 0),
         compared=bool(entry.readings) and entry.error is None,

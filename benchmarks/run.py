@@ -13,20 +13,21 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from benchmarks.contestants import Contestant, headrace_model, headrace_raw
+from benchmarks.contestants import Contestant, headrace_kept, headrace_model, headrace_raw
+from benchmarks.doctor import ask_doctor
 from benchmarks.files import MODEL_NAME, RAW_NAME, write_model, write_raw
+from benchmarks.gds import ROUNDS, GdsOrder, absent_gds_rows, measure_gds
 from benchmarks.machine import describe_machine
 from benchmarks.memory import Arrays, Memory
+from benchmarks.neighbour import Experiment, measure_beside
 from benchmarks.peers import SafetensorsPrefetch, model_peers
 from benchmarks.places import (
-    COLD,
-    RESIDENT,
-    TMPFS,
     AbsentPlace,
     Place,
     PlaceError,
     Residency,
     disk_place,
+    filesystem_of,
     remove_tree,
     same_files_cold,
     sync_tree,
@@ -36,8 +37,8 @@ from benchmarks.places import (
 )
 from benchmarks.processes import measure_first_call, measure_import
 from benchmarks.raw_peers import raw_peers
-from benchmarks.result import FirstCall, ImportTime, Row
-from benchmarks.rounds import Clock, Contest, run_contest
+from benchmarks.result import COLD, RESIDENT, TMPFS, BesideRow, FirstCall, ImportTime, Row
+from benchmarks.rounds import Clock, Contest, absent_row, run_contest
 from benchmarks.settings import Settings
 from headrace.bindings.posix import PosixFiles
 
@@ -79,6 +80,10 @@ class Run:
     """First calls so far."""
     imports: list[ImportTime] = field(default_factory=list)
     """Imports so far."""
+    beside: list[BesideRow] = field(default_factory=list)
+    """Loads beside busy neighbours so far."""
+    doctor: dict[str, Any] | None = None
+    """What the doctor said; None before."""
     took_s: dict[str, float] = field(default_factory=dict)
     """Seconds of each part."""
     finished: bool = False
@@ -92,6 +97,11 @@ class Run:
     def wants(self, section: str) -> bool:
         """Whether a section was asked for."""
         return section in self.settings.sections
+
+    def needs(self, kind: str) -> bool:
+        """Whether a section was asked for that loads the raw file, or the model."""
+        of_kind = {"raw": ("raw", "neighbour", "gds"), "model": ("model", "kept", "first-call")}
+        return any(self.wants(section) for section in of_kind[kind])
 
 
 def all_contestants(kind: str, memory: Memory, target: Any) -> Sequence[Contestant]:
@@ -124,10 +134,14 @@ def _parts(run: Run, stack: ExitStack) -> list[tuple[str, Callable[[], None]]]:
     parts = (
         contest("raw", RESIDENT),
         contest("model", RESIDENT),
-        contest("model", TMPFS),
-        contest("model", COLD),
+        ("kept", "kept", partial(_kept, run)),
+        ("neighbour", "neighbour", partial(_neighbour, run)),
+        ("gds", "gds", partial(_gds, run)),
         ("first-call", "first call", partial(_first_calls, run)),
         ("imports", "imports", partial(_imports, run)),
+        ("doctor", "doctor", partial(_doctor, run)),
+        contest("model", TMPFS),
+        contest("model", COLD),
         contest("raw", TMPFS),
         contest("raw", COLD),
     )
@@ -143,9 +157,9 @@ def _set_up(run: Run, stack: ExitStack) -> None:
     stack.callback(remove_tree, run.work)
     disk = run.work / "disk"
     disk.mkdir()
-    if run.wants("raw"):
+    if run.needs("raw"):
         write_raw(disk / RAW_NAME, settings.raw_nbytes)
-    if run.wants("model") or run.wants("first-call"):
+    if run.needs("model"):
         run.model_nbytes = write_model(disk / MODEL_NAME, settings.model_nbytes)
     run.say("inputs written")
     with ThreadPoolExecutor(1) as background:
@@ -155,7 +169,7 @@ def _set_up(run: Run, stack: ExitStack) -> None:
     run.say(f"places: {', '.join(place.title for place in run.places.values())}")
     run.machine = describe_machine(list(run.places.values()))
     for kind in ("raw", "model"):
-        if run.wants(kind):
+        if run.needs(kind):
             run.references[kind] = run.memory.load_reference(run.places[RESIDENT].source(kind))
 
 
@@ -188,21 +202,73 @@ def _contest(run: Run, kind: str, key: str) -> None:
     place = run.places.get(key)
     if place is None:
         return
-    memory, settings = run.memory, run.settings
-    target = memory.empty(settings.raw_nbytes) if kind == "raw" else None
-    contest = Contest(
+    target = run.memory.empty(run.settings.raw_nbytes) if kind == "raw" else None
+    contestants = run.contestants(kind, run.memory, target)
+    here = [c for c in contestants if c.places is None or key in c.places]
+    run.rows += run_contest(_make_contest(run, kind, place, target), here, run.clock, run.say)
+
+
+def _make_contest(run: Run, kind: str, place: Place, target: Any) -> Contest:
+    settings = run.settings
+    return Contest(
         kind=kind,
         place=place,
-        memory=memory,
-        reference=run.references[kind],
+        memory=run.memory,
+        reference=run.references["raw" if kind == "raw" else "model"],
         target=target,
         nbytes=settings.raw_nbytes if kind == "raw" else run.model_nbytes,
         repeats=settings.repeats,
         budget_s=settings.budget_s,
         residency=Residency(PosixFiles()),
     )
-    contestants = run.contestants(kind, memory, target)
-    run.rows += run_contest(contest, contestants, run.clock, run.say)
+
+
+def _kept(run: Run) -> None:
+    """Load the resident model again and again from pages that stay registered."""
+    contestant = headrace_kept(run.memory)
+    if run.memory.device == "cpu":
+        why = "a GPU registers the pages, and there is none"
+        run.rows.append(absent_row(contestant, "kept", RESIDENT, why))
+        return
+    contest = _make_contest(run, "kept", run.places[RESIDENT], None)
+    run.rows += run_contest(contest, [contestant], run.clock, run.say)
+
+
+def _neighbour(run: Run) -> None:
+    """Load the resident raw file beside a busy process on each core."""
+    settings = run.settings
+    experiment = Experiment(
+        source=run.places[RESIDENT].source("raw"),
+        memory=run.memory,
+        reference=run.references["raw"],
+        target=run.memory.empty(settings.raw_nbytes),
+        nbytes=settings.raw_nbytes,
+        rounds=settings.repeats,
+    )
+    run.beside += measure_beside(experiment, run.work, run.clock)
+
+
+def _gds(run: Run) -> None:
+    """Read the first bytes of the raw file through cuFile, on the cold place."""
+    place, settings = run.places.get(COLD), run.settings
+    if place is None:
+        why = next((p.why for p in run.absent_places if p.key == COLD), "no cold place")
+        run.rows += absent_gds_rows(run.memory, why)
+        return
+    order = GdsOrder(
+        framework=run.memory.framework,
+        device=run.memory.device,
+        directory=str(place.directory),
+        filesystem=filesystem_of(place.directory)[0],
+        nbytes=settings.gds_nbytes,
+        repeats=min(ROUNDS, settings.repeats),
+        budget_s=settings.budget_s,
+    )
+    run.rows += measure_gds(order, run.memory, run.work / "cufile.log")
+
+
+def _doctor(run: Run) -> None:
+    run.doctor = ask_doctor(run.places[RESIDENT].directory)
 
 
 def _first_calls(run: Run) -> None:
@@ -213,7 +279,7 @@ def _first_calls(run: Run) -> None:
     names = [(headrace_model(memory)[0].name, 1 if quick else 5)]
     prefetch = SafetensorsPrefetch(memory.device, together=True)
     if memory.framework == "torch" and prefetch.is_available():
-        names.append((prefetch.name, 1 if quick else 3))
+        names.append((prefetch.name, 1 if quick else 2))
     for name, processes in names:
         found = measure_first_call(name, memory, source, processes, run.clock)
         run.first_calls.append(found)
@@ -223,5 +289,5 @@ def _imports(run: Run) -> None:
     pairs = [("headrace", "numpy"), ("headrace.torch", "torch")]
     for name, after in pairs:
         if find_spec(after) is not None:
-            processes = 1 if run.settings.quick else 9
+            processes = 1 if run.settings.quick else 5
             run.imports.append(measure_import(name, after, processes, run.clock))

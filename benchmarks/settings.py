@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-SECTIONS = ("raw", "model", "first-call", "imports")
+SECTIONS = ("raw", "model", "kept", "neighbour", "gds", "first-call", "imports", "doctor")
 """Parts of a run, as ``--only`` names them."""
 
 _UNITS = {
@@ -32,6 +32,8 @@ class Settings:
     """Size of the raw file."""
     model_nbytes: int
     """Size that the model comes close to."""
+    gds_nbytes: int
+    """Bytes of the raw file that are read through cuFile."""
     directory: Path | None
     """Where the files are made; None takes the temporary directory."""
     zram: str | None
@@ -80,6 +82,7 @@ def parse_settings(arguments: Sequence[str] | None = None) -> Settings:
         device=device,
         raw_nbytes=parsed.nbytes or default_raw,
         model_nbytes=parsed.model_nbytes or default_model,
+        gds_nbytes=min(parsed.gds_nbytes, parsed.nbytes or default_raw),
         directory=parsed.dir,
         zram=None if zram == "none" else zram,
         repeats=parsed.repeats or (2 if parsed.quick else 5),
@@ -100,6 +103,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--nbytes", type=parse_nbytes, help="raw file (8GiB; 1GiB without a GPU)")
     add("--model-nbytes", type=parse_nbytes, help="model (7.85GB; 1GB without a GPU)")
+    add("--gds-nbytes", type=parse_nbytes, default=2 << 30, help="read through cuFile (2GiB)")
     add("--dir", type=Path, help="where to make the files (the temporary directory)")
     add("--zram", help="idle zram device for the cold place, or 'none' (/dev/zram0 with a GPU)")
     add("--repeats", type=int, help="measured rounds (5)")
@@ -108,7 +112,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--json", type=Path, help="write the results there")
     add("--device", choices=("auto", "cuda", "cpu"), default="auto", help="destination (auto)")
     add("--deadline-s", type=float, default=440.0, help="no new round after this (440)")
-    add("--budget-s", type=float, default=10.0, help="readings per contestant and place (10)")
+    add("--budget-s", type=float, default=8.0, help="readings per contestant and place (8)")
     return parser
 
 

@@ -11,7 +11,12 @@ from typing import Any
 
 Document = Mapping[str, Any]
 
-_KINDS = {"raw": "Raw file", "model": "Model, two shards"}
+_KINDS = {
+    "raw": "Raw file",
+    "model": "Model, two shards",
+    "kept": "Model whose registration is kept",
+    "gds": "Raw file's first bytes through cuFile",
+}
 _VERDICTS = {True: "yes", False: "**no**", None: "not told"}
 
 
@@ -45,11 +50,13 @@ def render_document(document: Document, *, every_setting: bool = False) -> str:
     for kind, title in _KINDS.items():
         rows = [row for row in document["rows"] if row["kind"] == kind]
         if rows:
-            nbytes = rows[0]["nbytes"] / 1e9
+            nbytes = max(row["nbytes"] for row in rows) / 1e9
             shown = rows if every_setting else _best_of_families(rows)
-            parts += [f"### {title}, {nbytes:.3g} GB", _speed_table(document, shown)]
+            size = f", {nbytes:.3g} GB" if nbytes else ""
+            parts += [f"### {title}{size}", _speed_table(document, shown)]
             parts += _remarks(document, shown)
     parts += _process_tables(document)
+    parts += _neighbour_table(document) + _doctor_table(document)
     parts += ["### Targets", _target_table(document)]
     return "\n\n".join(parts)
 
@@ -149,6 +156,35 @@ def _process_tables(document: Document) -> list[str]:
         ]
         parts += ["### Imports", _table(["Import", "s", ""], body)]
     return parts
+
+
+def _neighbour_table(document: Document) -> list[str]:
+    rows = document.get("neighbour", [])
+    if not rows:
+        return []
+    head = ["Beside a busy process per core", "GB/s", "CPU s/GB", "neighbours slower", ""]
+    body = [
+        [
+            row["name"],
+            _number(row["gb_per_s"]),
+            _number(row["cpu_s_per_gb"]),
+            "-" if row["lost_share"] is None else f"{row['lost_share']:.0%}",
+            row["error"] or f"{len(row['loads'])} loads, {row['processes']} neighbours",
+        ]
+        for row in rows
+    ]
+    return ["### Neighbours", _table(head, body)]
+
+
+def _doctor_table(document: Document) -> list[str]:
+    found = document.get("doctor")
+    if not found:
+        return []
+    if found["error"]:
+        return ["### Doctor", found["error"]]
+    states = {True: "available", False: "unavailable", None: "unknown"}
+    body = [[r["route"], states[r["available"]], r["why"], r["remedy"]] for r in found["routes"]]
+    return ["### Doctor", _table(["Route", "State", "Why", "What would change it"], body)]
 
 
 def _target_table(document: Document) -> str:

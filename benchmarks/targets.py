@@ -5,9 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from benchmarks.places import COLD, RESIDENT, TMPFS
 from benchmarks.raw_peers import KVIKIO_TUNED
-from benchmarks.result import FirstCall, ImportTime, Role, Row, Target
+from benchmarks.result import (
+    COLD,
+    RESIDENT,
+    TMPFS,
+    BesideRow,
+    FirstCall,
+    ImportTime,
+    Role,
+    Row,
+    Target,
+)
 
 RAW_GB_PER_S = 48.0
 MODEL_GB_PER_S = 44.0
@@ -17,6 +26,11 @@ OVER_PEER = 1.1
 FIRST_CALL_S = 0.25
 IMPORT_S = {"headrace": 0.030, "headrace.torch": 0.020}
 DEVICE_MEMORY_RATIO = 1.01
+KEPT_GB_PER_S = 50.0
+KEPT_CPU_S_PER_GB = 0.01
+MAPPED_GB_PER_S = 18.0
+MAPPED_CPU_S_PER_GB = 0.06
+NEIGHBOUR_SHARE = 0.25
 
 _ABSENT = "not measured in this run"
 
@@ -33,10 +47,18 @@ class Findings:
     """Imports."""
     pinned_limit_nbytes: int | None
     """``Options().pinned_nbytes``; None if it could not be read."""
+    beside: Sequence[BesideRow] = ()
+    """Loads beside busy neighbours."""
 
     def ours(self, kind: str, place: str) -> Row | None:
         """Find headrace's default call."""
         return next((r for r in self._at(kind, place) if r.role is Role.OURS), None)
+
+    def named(self, kind: str, place: str, part: str) -> Row | None:
+        """Find headrace's row whose name has this part."""
+        roles = (Role.OURS, Role.OURS_EXTRA)
+        rows = self._at(kind, place)
+        return next((r for r in rows if r.role in roles and part in r.name), None)
 
     def fastest(self, kind: str, place: str, wanted: Callable[[Row], bool]) -> Row | None:
         """Find the fastest valid peer of those wanted."""
@@ -76,6 +98,10 @@ def gpu_targets(findings: Findings) -> list[Target]:
         *process_targets(findings),
         pinned_target(findings),
         device_memory_target(findings),
+        *_thrift(findings, "kept", "mapped_nbytes", KEPT_GB_PER_S, KEPT_CPU_S_PER_GB),
+        *_thrift(findings, "model", 'route="mapped"', MAPPED_GB_PER_S, MAPPED_CPU_S_PER_GB),
+        _gds_target(findings),
+        neighbour_target(findings),
     ]
 
 
@@ -126,6 +152,67 @@ def _over(
     asked = f"at least {factor:g} times {whom}"
     evidence = f"{_tell(ours)}; {_tell(peer) if peer else f'{whom}: {_ABSENT}'}"
     return _at_least(_subject(kind, place), asked, measured, bound, evidence)
+
+
+def _thrift(findings: Findings, kind: str, part: str, gb_per_s: float, cpu: float) -> list[Target]:
+    """Ask a resident model's row for speed and for little CPU time."""
+    row = findings.named(kind, RESIDENT, part)
+    valid = row if row and row.is_valid else None
+    kept = [int(report.get("mapped_nbytes", 0)) for report in row.reports] if row else []
+    evidence = _tell(row) + (f", {max(kept) / 1e9:.3g} GB stay registered" if any(kept) else "")
+    name = f"{_subject('model', RESIDENT)}, {part}" + (", kept" if kind == "kept" else "")
+    speed = valid.gb_per_s if valid else None
+    spent = valid.cpu_s_per_gb if valid else None
+    return [
+        _at_least(name, f"at least {gb_per_s:g} GB/s", speed, gb_per_s, evidence),
+        _at_most(name, spent, cpu, "CPU s/GB", evidence),
+    ]
+
+
+def _gds_target(findings: Findings) -> Target:
+    """Compare cuFile by headrace with cuFile by KvikIO."""
+    row = findings.named("gds", COLD, 'route="gds"')
+    peer = findings.fastest("gds", COLD, _is_any)
+    evidence = [_tell(row), _tell(peer) if peer else f"KvikIO: {_why_no_peer(findings)}"]
+    return _at_least(
+        "raw file through cuFile, cold",
+        "at least KvikIO with its compatibility mode off",
+        row.gb_per_s if row and row.is_valid else None,
+        peer.gb_per_s if peer else None,
+        "; ".join(evidence),
+    )
+
+
+def _why_no_peer(findings: Findings) -> str:
+    peers = [row for row in findings.rows if row.kind == "gds" and "KvikIO" in row.name]
+    return next((why for r in peers if (why := r.absent or r.error)), _ABSENT)
+
+
+def neighbour_target(findings: Findings) -> Target:
+    """Compare the CPU time that two policies take from neighbours for the same bytes."""
+    by_policy = {
+        policy: next((row for row in findings.beside if f'policy="{policy}"' in row.name), None)
+        for policy in ("cpu", "speed")
+    }
+    taken = [row.cpu_s_per_gb if row else None for row in by_policy.values()]
+    thrifty, fast = taken
+    return _at_most(
+        'CPU time that policy="cpu" takes from busy neighbours, as a share of cached\'s',
+        thrifty / fast if thrifty is not None and fast else None,
+        NEIGHBOUR_SHARE,
+        "times",
+        "; ".join(_tell_beside(policy, row) for policy, row in by_policy.items()),
+    )
+
+
+def _tell_beside(policy: str, row: BesideRow | None) -> str:
+    if row is None or row.cpu_s_per_gb is None:
+        return f'policy="{policy}": {row.error if row and row.error else _ABSENT}'
+    lost = row.to_dict()["lost_share"]
+    return (
+        f'policy="{policy}" {row.cpu_s_per_gb:.3g} CPU s/GB, '
+        f"{row.processes} neighbours {lost:.0%} slower meanwhile"
+    )
 
 
 def _at_least(

@@ -40,9 +40,20 @@ class RecordedSystem:
     texts: Mapping[str, str] = field(default_factory=dict)
     cpu_count: int = 4
     load: float = 0.0
+    links: Mapping[str, str] = field(default_factory=dict)
 
     def read(self, path: str) -> str | None:
         return self.texts.get(path)
+
+    def listdir(self, path: str) -> tuple[str, ...]:
+        below = [known.removeprefix(path + "/") for known in (*self.texts, *self.links)]
+        return tuple(sorted({rest.split("/")[0] for rest in below if not rest.startswith("/")}))
+
+    def exists(self, path: str) -> bool:
+        return path in self.texts or path in self.links or bool(self.listdir(path))
+
+    def read_link(self, path: str) -> str | None:
+        return self.links.get(path)
 
     def cpus(self) -> int:
         return self.cpu_count
@@ -125,16 +136,21 @@ def make_facts(
     available: int | None = 64 << 30,
     cpus: int = 16,
     busy: bool = False,
+    mapping: bool | None = False,
+    gds: bool | None = False,
+    file_system: str = "ext4",
 ) -> Facts:
     """Make up what a choice rests on; every reason names itself, so that tests can find it."""
     return Facts(
         MachineFacts(cpus, available, Fact("CPUs busy", busy, "load", "load average")),
         VolumeFacts(
-            "ext4",
+            file_system,
             Fact("O_DIRECT", direct, "DIRECT-FOUND", "DIRECT-WHY", "DIRECT-REMEDY"),
             DirectAlignment(alignment, alignment),
         ),
         Fact("CUDA device", gpu, "GPU-FOUND", "GPU-WHY", "GPU-REMEDY"),
+        Fact("host registration", mapping, "MAPPING-FOUND", "MAPPING-WHY", "MAPPING-REMEDY"),
+        Fact("GPUDirect Storage", gds, "GDS-FOUND", "GDS-WHY", "GDS-REMEDY"),
     )
 
 

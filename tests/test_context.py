@@ -663,9 +663,9 @@ def test_default_context_is_made_once_though_threads_ask_together() -> None:
 import threading, time
 import headrace.context as module
 class Slow(module.Context):
-    def __init__(self):
+    def __init__(self, **arguments):
         time.sleep(0.2)
-        super().__init__()
+        super().__init__(**arguments)
 module.Context, found = Slow, []
 threads = [
     threading.Thread(target=lambda: found.append(module.default_context())) for _ in range(3)
@@ -684,10 +684,10 @@ def test_small_model_pins_little_however_slow_the_driver(tmp_path: Path) -> None
     class SlowCuda(FakeCuda):
         """As on a crowded host; the first block is quick."""
 
-        def register_host(self, pointer: int, nbytes: int) -> None:
+        def register_host(self, pointer: int, nbytes: int, *, read_only: bool = False) -> None:
             if self.pinned_nbytes:
                 time.sleep(0.1)
-            super().register_host(pointer, nbytes)
+            super().register_host(pointer, nbytes, read_only=read_only)
 
         def synchronize_stream(self, stream: int) -> None:
             time.sleep(0.1)

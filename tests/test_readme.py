@@ -20,6 +20,7 @@ from benchmarks.table import render_document
 from headrace.cli.main import app
 from headrace.planning.effort import choose_workers
 from headrace.planning.plan import Rejection
+from headrace.planning.route import FILE_SYSTEM_RULES
 from headrace.report import ObservedRoute, PlannedRoute, Report
 from headrace.types import HOST, Route
 from tests.support import CUDA, make_facts
@@ -124,6 +125,8 @@ def test_example_runs_and_gives_the_right_bytes(
     assert set(names.get("norm", ["model.norm.weight"])) == {"model.norm.weight"}
     if "embeddings" in names:
         assert np.array_equal(_to_host(names["embeddings"]), np.load("embeddings.npy"))
+    if "block" in names:
+        assert names["block"].tobytes() == (folder / "data.bin").read_bytes()[4096:][: 1 << 20]
     if "buffer" in names:
         wanted = (folder / "data.bin").read_bytes()[4097 : 4097 + (1 << 20)]
         assert _to_host(names["buffer"]).tobytes() == wanted
@@ -186,7 +189,7 @@ def _is_error(name: str) -> bool:
 @pytest.mark.parametrize("page", READMES)
 def test_tables_name_every_option_route_and_error(page: str) -> None:
     rows = set(re.findall(r"^\| `(\w+)` \|", _text(page), re.M))
-    routes = {str(route) for route in Route} - {"mapped", "gds"}
+    routes = {str(route) for route in Route}
     errors = {name for name in headrace.__all__ if _is_error(name)}
     assert {field.name for field in fields(headrace.Options)} <= rows
     assert routes <= rows
@@ -194,11 +197,26 @@ def test_tables_name_every_option_route_and_error(page: str) -> None:
 
 
 @pytest.mark.parametrize("page", READMES)
+def test_table_of_file_systems_is_the_planner_s(page: str) -> None:
+    rows = re.findall(r"^\| \w+[^\w ] ?(`[^|]+`) \| ([^|]+) \|", _text(page), re.M)
+    shown = {tuple(re.findall(r"`([^`*]+)\*?`", kinds)): "direct" in first for kinds, first in rows}
+    assert shown == {rule.kinds: rule.direct for rule in FILE_SYSTEM_RULES}
+
+
+@pytest.mark.parametrize("page", READMES)
+def test_table_of_commands_names_every_command(page: str) -> None:
+    rows = re.findall(r"^\| `headrace (\w+)` \|", _text(page), re.M)
+    assert set(rows) == set(getattr(typer.main.get_command(app), "commands", {}))
+
+
+@pytest.mark.parametrize("page", READMES)
 def test_defaults_in_the_table_of_options_are_the_code_s(page: str) -> None:
     rows = dict(re.findall(r"^\| `(\w+)` \| ([^|]+) \|", _text(page), re.M))
     for field in fields(headrace.Options):
         default = getattr(headrace.Options(), field.name)
-        shown = f"{default >> 20} MiB" if "nbytes" in field.name else f"`{default!r}`"
+        shown = f"`{default!r}`"
+        if "nbytes" in field.name:
+            shown = f"{default >> 20} MiB" if default else "0"
         assert rows[field.name] == shown.replace("'", '"')
 
 

@@ -27,6 +27,7 @@ from tests.support import CUDA
 KEYS = (
     *("schema", "source", "device", "nbytes", "seconds", "gb_per_s", "cpu_seconds"),
     *("planned", "observed", "rejected", "resident_nbytes", "stages", "pinned_nbytes"),
+    "mapped_nbytes",
 )
 
 
@@ -82,7 +83,9 @@ def test_dict_has_the_keys_of_the_public_interface_in_order() -> None:
     assert tuple(record) == KEYS
     assert record["schema"] == 1
     assert [tuple(each) for each in record["planned"]] == [("route", "nbytes", "why")]
-    assert [tuple(each) for each in record["observed"]] == [("route", "nbytes", "evidence")]
+    assert [tuple(each) for each in record["observed"]] == [
+        ("route", "nbytes", "evidence", "unaligned_nbytes", "bounce")
+    ]
     assert {tuple(each) for each in record["rejected"]} == {("route", "why", "remedy")}
 
 
@@ -169,7 +172,7 @@ def test_report_adds_up_plan_and_statistics() -> None:
     watch = Stopwatch()
     with watch.stage("transfer"):
         time.sleep(0.01)
-    made = make_report("label", HOST, plan, stats, watch, 77)
+    made = make_report("label", HOST, plan, stats, watch, (77, 0))
     assert made.planned == (
         PlannedRoute(Route.HOST, 40, "resident"),
         PlannedRoute(Route.DIRECT, 20, "missing"),

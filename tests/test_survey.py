@@ -12,6 +12,7 @@ from headrace.bindings.sysfs import Linux
 from headrace.errors import SourceChanged
 from headrace.probing.fact import Fact
 from headrace.survey import (
+    GpuProbes,
     Survey,
     Want,
     name_source,
@@ -24,7 +25,8 @@ from headrace.survey import (
 from headrace.testing import FaultyFiles
 from tests.support import PAGE, RecordedSystem, write_random
 
-GPU = Fact("CUDA device", None, "not looked for", "made up")
+NOT_LOOKED_FOR = Fact("CUDA device", None, "not looked for", "made up")
+GPU = GpuProbes(NOT_LOOKED_FOR, NOT_LOOKED_FOR, lambda _: NOT_LOOKED_FOR)
 MOUNTINFO = "/proc/self/mountinfo"
 
 

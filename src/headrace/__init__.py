@@ -21,17 +21,21 @@ from headrace.errors import (
 
 if TYPE_CHECKING:
     from headrace.context import Context, default_context
+    from headrace.diagnosis import Diagnosis, alignment, doctor
     from headrace.observers import Trace
     from headrace.options import Options
+    from headrace.probing.alignment import Alignment
     from headrace.reading import explain, read_into, trace
     from headrace.report import Explanation, Report
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Alignment",
     "BufferMismatch",
     "Context",
     "DeviceError",
+    "Diagnosis",
     "Explanation",
     "FormatError",
     "HeadraceError",
@@ -41,7 +45,9 @@ __all__ = [
     "ShortRead",
     "SourceChanged",
     "Trace",
+    "alignment",
     "default_context",
+    "doctor",
     "explain",
     "read_into",
     "trace",
@@ -53,7 +59,9 @@ def __getattr__(name: str) -> Any:
     for module, names in (
         ("headrace.reading", ("explain", "read_into", "trace")),
         ("headrace.context", ("Context", "default_context")),
+        ("headrace.diagnosis", ("Diagnosis", "alignment", "doctor")),
         ("headrace.options", ("Options",)),
+        ("headrace.probing.alignment", ("Alignment",)),
         ("headrace.report", ("Explanation", "Report")),
         ("headrace.observers", ("Trace",)),
     ):

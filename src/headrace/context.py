@@ -5,30 +5,28 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
 
-from headrace.bindings.cuda import Cuda, CudaRuntime
+from headrace.bindings.cuda import Cuda
+from headrace.bindings.cufile import CuFile
 from headrace.bindings.posix import Files, PosixFiles
 from headrace.bindings.sysfs import Linux, System
 from headrace.engines.base import Cargo, Engine, Stats
-from headrace.engines.cached import CachedEngine
-from headrace.engines.direct import DirectEngine
-from headrace.engines.host import HostEngine
-from headrace.engines.ring import Ring
+from headrace.equipment import Bindings, Equipment
 from headrace.errors import RouteUnavailable
 from headrace.formats.catalog import TensorSpec
 from headrace.memory.buffer import Buffer
-from headrace.memory.pinned import PinnedPool
 from headrace.observers import Observers, process_observers
 from headrace.options import Options
 from headrace.planning.effort import choose_workers
 from headrace.planning.plan import Plan, Rejection
 from headrace.planning.planner import make_plan
+from headrace.probing.examination import Instruments
 from headrace.probing.fact import Fact
-from headrace.probing.gpu import probe_gpu
 from headrace.probing.machine import storage_read_nbytes
 from headrace.report import (
     Explanation,
@@ -39,7 +37,7 @@ from headrace.report import (
     make_report,
 )
 from headrace.storage.source import Source
-from headrace.survey import Survey, Want, open_sources, select, survey
+from headrace.survey import GpuProbes, Survey, Want, open_sources, select, survey
 from headrace.types import Device, Route
 
 Allocate = Callable[[tuple[TensorSpec, ...]], Sequence[Buffer]]
@@ -58,9 +56,13 @@ class Context:
     ----------
     options
         How transfers are made.
-    files, cuda, system
+    files, cuda, cufile, system
         What to make the foreign calls with; the defaults are the real ones. Tests hand in
-        `headrace.testing.FaultyFiles` and `headrace.testing.FakeCuda`.
+        `headrace.testing.FaultyFiles`, `headrace.testing.FakeCuda` and
+        `headrace.testing.FakeCuFile`.
+    cufile_environment
+        The ``CUFILE_*`` variables that tell where cuFile's settings are; `default` passes those
+        of the process.
     observers
         Told of each `Report`; by default those of the process, which `headrace.trace` uses.
     """
@@ -71,16 +73,17 @@ class Context:
         *,
         files: Files | None = None,
         cuda: Cuda | None = None,
+        cufile: CuFile | None = None,
         system: System | None = None,
+        cufile_environment: Mapping[str, str] | None = None,
         observers: Observers | None = None,
     ) -> None:
         self.options = options or Options()
         self.observers = observers or process_observers()
-        self._files = files or PosixFiles()
-        self._system = system or Linux()
-        self._cuda = cuda
-        self._gpus: dict[int, Fact] = {}
-        self._ring: Ring | None = None
+        self.bindings = Bindings(
+            files or PosixFiles(), system or Linux(), cuda, cufile, cufile_environment or {}
+        )
+        self._equipment = Equipment(self.bindings, self.options)
         self._warned: set[Rejection] = set()
         self._under_way: list[int] = []  # threads that have transfers under way
         self._closed = False
@@ -117,9 +120,7 @@ class Context:
                 raise RuntimeError("close() within a transfer would wait for itself; call it after")
             self._closed = True
             self._changed.wait_for(lambda: not self._under_way)
-            ring, self._ring = self._ring, None
-        if ring is not None:
-            ring.close()
+        self._equipment.close()
 
     def load_cuda(self) -> Cuda:
         """The CUDA bindings.
@@ -129,16 +130,15 @@ class Context:
         ImportError
             ``cuda.bindings`` is not installed.
         """
-        with self._changed:
-            if self._cuda is None:
-                self._cuda = CudaRuntime()
-            return self._cuda
+        return self._equipment.load_cuda()
 
     def gpu_fact(self, index: int = 0) -> Fact:
         """Whether a CUDA device can be used, how that is known, and what would change it."""
-        if index not in self._gpus:
-            self._gpus[index] = probe_gpu(self.load_cuda, index)
-        return self._gpus[index]
+        return self._equipment.gpu_fact(index)
+
+    def instruments(self) -> Instruments:
+        """What `headrace.doctor` looks with: the bindings of this context."""
+        return self._equipment.instruments()
 
     def transfer(
         self,
@@ -173,7 +173,7 @@ class Context:
         watch = Stopwatch()
         with self._use(), contextlib.ExitStack() as stack:
             with watch.stage("open"):
-                sources = stack.enter_context(open_sources(want.paths, self._files))
+                sources = stack.enter_context(open_sources(want.paths, self.bindings.files))
                 wanted = select(want.describe(sources), want.names)
             with watch.stage("plan"):
                 found, plan = self._plan(sources, wanted, device, forced)
@@ -181,12 +181,12 @@ class Context:
             with watch.stage("allocate"):
                 buffers = allocate(found.specs)
             with watch.stage("transfer"):
-                stats = self._run(plan, found, buffers, device, progress)
+                stats, plan = self._run(plan, found, buffers, device, progress, forced)
             with watch.stage("verify"):
                 for source in sources:
                     source.verify_unchanged()
-            pinned = self._ring.pool.nbytes if self._ring else 0
-        report = make_report(want.label, device, plan, stats, watch, pinned)
+            held = (self._equipment.pinned_nbytes, self._equipment.mapped_nbytes)
+        report = make_report(want.label, device, plan, stats, watch, held)
         self._publish(report, plan.downgrades)
         return report
 
@@ -199,7 +199,7 @@ class Context:
             As `transfer`.
         """
         forced = parse_route(route)
-        with self._use(), open_sources(want.paths, self._files) as sources:
+        with self._use(), open_sources(want.paths, self.bindings.files) as sources:
             wanted = select(want.describe(sources), want.names)
             found, plan = self._plan(sources, wanted, device, forced)
         paths = [want.paths[index] for index in found.spec_sources]
@@ -212,15 +212,27 @@ class Context:
         device: Device,
         forced: Route | None,
     ) -> tuple[Survey, Plan]:
-        gpu = _NO_GPU_WANTED if device.is_host else self.gpu_fact(device.index)
-        found = survey(sources, wanted, self._system, gpu, self.options.block_nbytes)
+        probes = _NO_GPU if device.is_host else self._gpu_probes(device.index, forced)
+        system, granule = self.bindings.system, self.options.block_nbytes
+        found = survey(sources, wanted, system, probes, granule)
         return found, make_plan(found.files, device, self.options, forced)
+
+    def _gpu_probes(self, index: int, forced: Route | None) -> GpuProbes:
+        gpu = self._equipment.gpu_fact(index)
+        if gpu.holds is not True:
+            return GpuProbes(gpu, gpu, lambda _: gpu)
+        is_forced = forced is Route.GDS
+        return GpuProbes(
+            gpu,
+            self._equipment.mapping_fact(index),
+            lambda path: self._equipment.gds_fact(path, is_forced),
+        )
 
     def _prepare(self, plan: Plan, device: Device) -> Plan:
         """Get a first block of page-locked memory, while the plan can still change."""
-        if device.is_host or not plan.transfers:
+        if device.is_host or not plan.uses(Route.CACHED, Route.DIRECT):
             return plan
-        failure = self._borrow_ring().prepare(device.index)
+        failure = self._equipment.prepare_ring(device.index)
         if failure is None:
             return plan
         rejection = Rejection(
@@ -239,7 +251,8 @@ class Context:
         buffers: Sequence[Buffer],
         device: Device,
         progress: Progress | None,
-    ) -> list[Stats]:
+        forced: Route | None,
+    ) -> tuple[list[Stats], Plan]:
         """Let the engine of each route move its stretches, one engine after the other."""
         for transfer in plan.transfers:
             if transfer.keep_clean:
@@ -256,37 +269,40 @@ class Context:
                 block_nbytes=self.options.block_nbytes,
                 on_progress=progress and _shifted(progress, before, found.nbytes),
             )
-            stats.append(self._observe(self._engine(route, found, device), cargo))
-        return stats
+            alignments = [volume.alignment for volume in found.volumes]
+            try:
+                engine = self._equipment.engine(route, device, alignments)
+                stats.append(self._observe(engine, cargo))
+            except RouteUnavailable as error:
+                plan = self._without(plan, route, error, forced)
+                engine = self._equipment.engine(Route.CACHED, device, alignments)
+                stats.append(self._observe(engine, cargo))
+            for downgrade in stats[-1].downgrades:
+                plan = plan.warned(downgrade)
+        return stats, plan
+
+    def _without(
+        self, plan: Plan, route: Route, error: RouteUnavailable, forced: Route | None
+    ) -> Plan:
+        """The plan with the ring in place of a route that moved nothing; else the error itself."""
+        remedies = {
+            Route.MAPPED: "raise the limit of locked memory (ulimit -l)",
+            Route.GDS: "headrace doctor tells what cuFile lacks here",
+        }
+        if route not in remedies or forced is not None or self.options.strict:
+            raise error
+        return plan.downgraded(Rejection(route, str(error), remedies[route]))
 
     def _observe(self, engine: Engine, cargo: Cargo) -> Stats:
         """Run an engine, and add to its evidence what the kernel says of storage meanwhile."""
-        before = storage_read_nbytes(self._system)
+        before = storage_read_nbytes(self.bindings.system)
         stats = engine.run(cargo)
-        after = storage_read_nbytes(self._system)
+        after = storage_read_nbytes(self.bindings.system)
         if before is None or after is None:
             return stats
         read = format_nbytes(after - before)
         evidence = f"{stats.evidence}; block devices gave this process {read} meanwhile"
         return replace(stats, evidence=evidence)
-
-    def _engine(self, route: Route, found: Survey, device: Device) -> Engine:
-        if route is Route.HOST:
-            return HostEngine()
-        ring = None if device.is_host else self._borrow_ring()
-        if route is Route.DIRECT:
-            return DirectEngine([volume.alignment for volume in found.volumes], ring)
-        if route is Route.CACHED and ring is not None:
-            return CachedEngine(ring)
-        raise RouteUnavailable(f"no engine moves bytes to {device} by the route {route}")
-
-    def _borrow_ring(self) -> Ring:
-        cuda, options = self.load_cuda(), self.options
-        with self._changed:
-            if self._ring is None:
-                pool = PinnedPool(cuda, options.block_nbytes, options.pinned_nbytes)
-                self._ring = Ring(cuda, pool)
-            return self._ring
 
     @contextlib.contextmanager
     def _use(self) -> Iterator[None]:
@@ -325,7 +341,12 @@ _MAKING_DEFAULT = threading.Lock()
 
 @functools.cache
 def _make_default_context() -> Context:
-    return Context()
+    return Context(cufile_environment=read_cufile_environment())
+
+
+def read_cufile_environment() -> dict[str, str]:
+    """The ``CUFILE_*`` variables of the process, for `Context`."""
+    return {name: os.environ[name] for name in os.environ if name.startswith("CUFILE_")}
 
 
 def parse_route(route: str) -> Route | None:
@@ -350,4 +371,5 @@ def _shifted(progress: Progress, before: int, total: int) -> Callable[[int], Non
     return lambda moved: progress(before + moved, total)
 
 
-_NO_GPU_WANTED = Fact("CUDA device", None, "not looked for", "the destination is host memory")
+_NOT_LOOKED_FOR = Fact("CUDA device", None, "not looked for", "the destination is host memory")
+_NO_GPU = GpuProbes(_NOT_LOOKED_FOR, _NOT_LOOKED_FOR, lambda _: _NOT_LOOKED_FOR)

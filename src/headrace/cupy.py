@@ -172,6 +172,31 @@ def read(
     )
 
 
+def aligned_empty(nbytes: int, device: Any = None) -> cupy.ndarray:
+    """Make uninitialised bytes that no route has to bounce: their address is a multiple of 4096.
+
+    Parameters
+    ----------
+    nbytes
+        Length in bytes.
+    device
+        As for `load`.
+
+    Returns
+    -------
+    cupy.ndarray
+        One axis of uint8, part of a slightly larger allocation; a destination for `read_into`.
+
+    Raises
+    ------
+    ValueError
+        `nbytes` is negative, or there is no such device.
+    """
+    from headrace import framework
+
+    return framework.aligned_empty(_CuPy(), nbytes, device)
+
+
 class _CuPy:
     """`headrace.framework.Framework` of CuPy."""
 

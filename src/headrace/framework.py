@@ -18,9 +18,10 @@ from headrace.formats.dtypes import dtype_name, is_subbyte, itembits
 from headrace.formats.npy import read_catalog as read_npy
 from headrace.formats.raw import describe_raw
 from headrace.memory.buffer import Buffer
+from headrace.options import PAGE_NBYTES
 from headrace.storage.source import Source
 from headrace.survey import PathLike, SourceLike, Want, want_checkpoint
-from headrace.types import Device
+from headrace.types import ByteRange, Device
 
 Array = TypeVar("Array")
 ShownProgress = bool | Progress
@@ -101,6 +102,19 @@ def read(
     want = Want(where, (where,), describe)
     arrays = _load(framework, want, device, route, progress, context or default_context())
     return arrays[""]
+
+
+def aligned_empty(framework: Framework[Array], nbytes: int, device: Any = None) -> Array:
+    """Make uninitialised bytes at an aligned address; see ``headrace.torch.aligned_empty``."""
+    wanted = operator.index(nbytes)
+    if wanted < 0:
+        raise ValueError(f"nbytes is {wanted}; it must not be negative")
+    room = wanted + PAGE_NBYTES
+    spec = TensorSpec("", "U8", (room,), ByteRange(0, room))
+    whole: Any = framework.empty(spec, framework.parse_device(device))
+    lead = -framework.pointer(whole) % PAGE_NBYTES
+    part: Array = whole[lead : lead + wanted]
+    return part
 
 
 def numpy_dtype_name(dtype: Any) -> str:

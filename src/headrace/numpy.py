@@ -172,6 +172,31 @@ def read(
     )
 
 
+def aligned_empty(nbytes: int, device: Any = None) -> NDArray[Any]:
+    """Make uninitialised bytes that no route has to bounce: their address is a multiple of 4096.
+
+    Parameters
+    ----------
+    nbytes
+        Length in bytes.
+    device
+        "cpu" or None.
+
+    Returns
+    -------
+    ndarray
+        One axis of uint8, part of a slightly larger allocation; a destination for `read_into`.
+
+    Raises
+    ------
+    ValueError
+        `nbytes` is negative, or there is no such device.
+    """
+    from headrace import framework
+
+    return framework.aligned_empty(_NumPy(), nbytes, device)
+
+
 class _NumPy:
     """`headrace.framework.Framework` of NumPy."""
 

@@ -32,6 +32,9 @@ class Options:
     """Most bytes of page-locked memory that the context may hold; at least one block."""
     policy: Policy = "speed"
     """"cpu" spends fewer CPU seconds for each byte; "auto" does so when the CPUs are busy."""
+    mapped_nbytes: int = 0
+    """Most resident file bytes that may stay registered with the GPU between calls, and so cannot
+    be reclaimed meanwhile; 0 releases them at the end of each call."""
     reuse: Reuse = "auto"
     """"once" keeps the page cache clean; "many" leaves the bytes in it for the next reader;
     "auto" takes whatever is fastest now."""
@@ -51,6 +54,8 @@ class Options:
                 f"pinned_nbytes is {self.pinned_nbytes}; it must hold at least one block of "
                 f"{self.block_nbytes} bytes: raise it, or lower block_nbytes"
             )
+        if self.mapped_nbytes < 0:
+            raise ValueError(f"mapped_nbytes is {self.mapped_nbytes}; it must not be negative")
         if self.policy not in get_args(Policy):
             raise ValueError(f"policy is {self.policy!r}; it must be one of {get_args(Policy)}")
         if self.reuse not in get_args(Reuse):

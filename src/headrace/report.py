@@ -41,6 +41,15 @@ class ObservedRoute:
     """Bytes that arrived."""
     evidence: str
     """How we know."""
+    unaligned_nbytes: int = 0
+    """Bytes whose offset, length or address was not aligned for the route."""
+    bounce: str = ""
+    """What the bytes bounced through; "" where they went straight."""
+    mode: str = ""
+    """A name that tells more than the route's own, such as "gds (cuFile compatibility mode)"."""
+
+    def __str__(self) -> str:
+        return self.mode or str(self.route)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +79,8 @@ class Report:
     the part of "transfer" inside read calls, summed over its workers."""
     pinned_nbytes: int
     """Most page-locked memory that the context held, in bytes."""
+    mapped_nbytes: int = 0
+    """File bytes that the context keeps registered, so that they cannot be reclaimed."""
 
     @property
     def gb_per_s(self) -> float:
@@ -90,17 +101,24 @@ class Report:
                 {"route": str(p.route), "nbytes": p.nbytes, "why": p.why} for p in self.planned
             ],
             "observed": [
-                {"route": str(o.route), "nbytes": o.nbytes, "evidence": o.evidence}
+                {
+                    "route": str(o.route),
+                    "nbytes": o.nbytes,
+                    "evidence": o.evidence,
+                    "unaligned_nbytes": o.unaligned_nbytes,
+                    "bounce": o.bounce,
+                }
                 for o in self.observed
             ],
             "rejected": rejections_to_list(self.rejected),
             "resident_nbytes": self.resident_nbytes,
             "stages": dict(self.stages),
             "pinned_nbytes": self.pinned_nbytes,
+            "mapped_nbytes": self.mapped_nbytes,
         }
 
     def __str__(self) -> str:
-        routes = " + ".join(str(o.route) for o in self.observed) or "nothing to move"
+        routes = " + ".join(str(o) for o in self.observed) or "nothing to move"
         # A reason that nobody can act on (a wrong kind of destination, say) stays in the dict.
         reasons = "".join(f"; {r.route}: {r.why}" for r in self.rejected if r.remedy)
         return (
@@ -174,9 +192,14 @@ class Stopwatch:
 
 
 def make_report(
-    label: str, device: Device, plan: Plan, stats: Sequence[Stats], watch: Stopwatch, pinned: int
+    label: str,
+    device: Device,
+    plan: Plan,
+    stats: Sequence[Stats],
+    watch: Stopwatch,
+    held: tuple[int, int],
 ) -> Report:
-    """Put together what was planned and what was done."""
+    """Put together what was planned and what was done; `held`: bytes page-locked and mapped."""
     seconds, cpu_seconds = watch.stop()
     return Report(
         source=label,
@@ -185,14 +208,25 @@ def make_report(
         seconds=seconds,
         cpu_seconds=cpu_seconds + sum(done.cpu_seconds for done in stats),
         planned=_planned_routes(plan),
-        observed=tuple(ObservedRoute(done.route, done.nbytes, done.evidence) for done in stats),
+        observed=tuple(
+            ObservedRoute(
+                done.route,
+                done.nbytes,
+                done.evidence,
+                done.unaligned_nbytes,
+                done.bounce,
+                done.mode,
+            )
+            for done in stats
+        ),
         rejected=plan.rejected,
         resident_nbytes=plan.resident_nbytes,
         stages={
             **watch.stages,
             "read": sum(done.read_seconds for done in stats),
         },
-        pinned_nbytes=pinned,
+        pinned_nbytes=held[0],
+        mapped_nbytes=held[1],
     )
 
 

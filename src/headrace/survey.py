@@ -49,6 +49,18 @@ class Want:
 
 
 @dataclass(frozen=True, slots=True)
+class GpuProbes:
+    """What is known of the GPU that the bytes go to."""
+
+    device: Fact
+    """Whether it can be used."""
+    mapping: Fact
+    """Whether it can read registered pages of a file."""
+    probe_gds: Callable[[str], Fact]
+    """Tells of a file whether cuFile can serve it."""
+
+
+@dataclass(frozen=True, slots=True)
 class Survey:
     """Everything known before a byte of payload is read."""
 
@@ -74,7 +86,7 @@ class Survey:
         """Everything as facts, for people; each once."""
         facts: dict[Fact, None] = dict.fromkeys(self.machine.facts)
         for file in self.files:
-            facts[file.facts.gpu] = None
+            facts.update(dict.fromkeys((file.facts.gpu, file.facts.mapping, file.facts.gds)))
             facts[file.facts.volume.direct] = None
             facts[_residency_fact(file.residency)] = None
         return tuple(facts)
@@ -162,7 +174,7 @@ def survey(
     sources: tuple[Source, ...],
     wanted: Sequence[tuple[TensorSpec, ...]],
     system: System,
-    gpu: Fact,
+    gpu: GpuProbes,
     granule_nbytes: int,
 ) -> Survey:
     """Gather the facts for reading some tensors.
@@ -176,7 +188,7 @@ def survey(
     system
         Where the facts of the machine are read.
     gpu
-        Whether a CUDA device can be used.
+        What is known of the GPU.
     granule_nbytes
         Residency is told apart at multiples of this.
     """
@@ -188,8 +200,9 @@ def survey(
         volume = probe_volume(source, mounts)
         pieces = place(tensors, len(specs))
         kind = volume.file_system
+        facts = Facts(machine, volume, gpu.device, gpu.mapping, gpu.probe_gds(source.path))
         residency = measure_residency(source, stretches_of(pieces), granule_nbytes, kind)
-        files.append(FileFacts(pieces, residency, Facts(machine, volume, gpu)))
+        files.append(FileFacts(pieces, residency, facts))
         specs.extend(tensors)
         owners.extend([index] * len(tensors))
     volumes = tuple(file.facts.volume for file in files)

@@ -173,6 +173,31 @@ def read(
     )
 
 
+def aligned_empty(nbytes: int, device: Any = None) -> torch.Tensor:
+    """Make uninitialised bytes that no route has to bounce: their address is a multiple of 4096.
+
+    Parameters
+    ----------
+    nbytes
+        Length in bytes.
+    device
+        As for `load`.
+
+    Returns
+    -------
+    torch.Tensor
+        One axis of uint8, part of a slightly larger allocation; a destination for `read_into`.
+
+    Raises
+    ------
+    ValueError
+        `nbytes` is negative, or there is no such device.
+    """
+    from headrace import framework
+
+    return framework.aligned_empty(_Torch(), nbytes, device)
+
+
 _ATTRIBUTES = MappingProxyType(
     {
         "BOOL": "bool",

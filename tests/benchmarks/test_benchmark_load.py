@@ -199,7 +199,8 @@ def test_quick_run_to_the_gpu_ends_well(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     path = tmp_path / "result.json"
     command = [sys.executable, "-m", "benchmarks.load", "--quick", "--device", "cuda"]
-    sections = ["--only", "raw", "--only", "model", "--only", "first-call"]
+    parts = ("raw", "model", "kept", "neighbour", "gds", "first-call", "doctor")
+    sections = [word for part in parts for word in ("--only", part)]
     done = subprocess.run(
         [*command, *sections, "--dir", str(tmp_path), "--json", str(path)],
         capture_output=True, text=True, timeout=200, cwd=Path(__file__).parents[2], check=False,
@@ -209,6 +210,11 @@ def test_quick_run_to_the_gpu_ends_well(tmp_path: Path) -> None:
     ours = [row for row in document["rows"] if row["role"] == Role.OURS]
     assert {(row["kind"], row["compared"]) for row in ours} == {("raw", True), ("model", True)}
     assert all(call["error"] is None for call in document["first_calls"])
+    others = [row for row in document["rows"] if row["role"] == Role.OURS_EXTRA]
+    assert [row["compared"] for row in others if row["kind"] == "kept"] == [True]
+    assert all(row["absent"] for row in others if row["kind"] == "gds")  # --quick has no zram
+    assert [row["compared"] for row in document["neighbour"]] == [True, True]
+    assert document["doctor"]["error"] is None
 
 
 def test_failure_of_the_default_call_is_a_failure_of_the_run(run: Main) -> None:

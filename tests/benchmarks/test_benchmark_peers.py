@@ -24,7 +24,7 @@ from benchmarks.result import Role
 class FakeKvikio(ModuleType):
     """As much of KvikIO as the contestant uses; remembers its settings at each read."""
 
-    CompatMode = type("CompatMode", (), {"ON": "on"})
+    CompatMode = type("CompatMode", (), {"ON": "on", "OFF": "off"})
 
     def __init__(self) -> None:
         super().__init__("kvikio")
@@ -83,6 +83,18 @@ def test_tuned_kvikio_reads_under_its_settings_and_puts_them_back(
     assert settings == {"num_threads": 8, "task_size": 4 << 20, "compat_mode": "on"}
     assert count == 1024
     assert kvikio.settings == {"num_threads": 1}
+
+
+def test_kvikio_through_cufile_is_no_setting_of_the_tuned_family(
+    kvikio: FakeKvikio, raw: Path
+) -> None:
+    contestant = Kvikio(np.zeros(512, np.uint8), (8, 16), compat="OFF")
+    with contestant.session(raw):
+        assert contestant.load(raw)[""].tobytes() == raw.read_bytes()[:512]
+    settings, _ = kvikio.reads[-1]
+    assert settings == {"num_threads": 8, "task_size": 16 << 20, "compat_mode": "off"}
+    assert (contestant.family, contestant.role) == (None, Role.PEER_TUNED)
+    assert contestant.name == "KvikIO, compat mode OFF, 8 threads x 16 MiB"
 
 
 def test_default_kvikio_changes_no_setting(kvikio: FakeKvikio, raw: Path) -> None:

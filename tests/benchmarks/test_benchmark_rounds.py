@@ -86,6 +86,17 @@ def test_contestant_that_used_up_its_budget_leaves_with_a_note(contest: Contest)
     assert len(fast_row.readings) == 3
 
 
+@pytest.mark.parametrize(("role", "loads"), [(Role.PEER, 2), (Role.OURS, 3)])
+def test_slow_contestant_has_fewer_rounds_unless_it_is_the_default_call(
+    contest: Contest, monkeypatch: pytest.MonkeyPatch, role: Role, loads: int
+) -> None:
+    monkeypatch.setattr(rounds, "SLOW_S", 0.005)
+    (row,) = hold(contest, Recorder("a", [], 0.01, role=role))
+    assert len(row.readings) == loads
+    assert row.is_valid
+    assert (row.note is None) is (loads == 3)
+
+
 def test_contestant_with_a_very_slow_first_reading_runs_once(
     contest: Contest, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,7 +7,16 @@ from typing import Any
 import pytest
 
 from benchmarks.raw_peers import KVIKIO_TUNED
-from benchmarks.result import FirstCall, ImportTime, Reading, Role, Row, Target
+from benchmarks.result import (
+    Beside,
+    BesideRow,
+    FirstCall,
+    ImportTime,
+    Reading,
+    Role,
+    Row,
+    Target,
+)
 from benchmarks.targets import Findings, gpu_targets, host_targets
 
 NBYTES = 10**9
@@ -107,6 +116,62 @@ def test_memory_targets_come_from_reports_and_readings() -> None:
     targets = gpu_targets(make_findings(ours))
     assert pick(targets, "peak pinned memory").met is False
     assert pick(targets, "peak device memory").met is True
+
+
+def test_kept_and_mapped_have_a_bound_on_cpu_time() -> None:
+    kept = make_row(
+        "headrace.torch.load, mapped_nbytes=16 GiB", 52.0, Role.OURS_EXTRA, kind="kept",
+        reports=({"mapped_nbytes": 7_850_000_000, "pinned_nbytes": 0},),
+    )  # fmt: skip
+    mapped = make_row(
+        'headrace.torch.load, route="mapped"', 25.0, Role.OURS_EXTRA, kind="model",
+        readings=(Reading(1, 1 / 25.0, 0.05, NBYTES, None),),
+    )  # fmt: skip
+    targets = gpu_targets(make_findings(kept, mapped))
+    assert pick(targets, "kept", "50 GB/s").met is True
+    assert pick(targets, "kept", "CPU").met is False
+    assert "7.85 GB stay registered" in pick(targets, "kept", "CPU").evidence
+    assert pick(targets, 'route="mapped"', "18 GB/s").met is True
+    assert pick(targets, 'route="mapped"', "CPU").measured == pytest.approx(0.05)
+    assert pick(targets, 'route="mapped"', "CPU").met is True
+
+
+def test_cufile_is_compared_with_cufile_by_kvikio() -> None:
+    ours = make_row(
+        'headrace read_into, route="gds"', 8.0, Role.OURS_EXTRA, kind="gds", place="cold"
+    )
+    peer = make_row("KvikIO, compat mode OFF", 7.0, Role.PEER_TUNED, kind="gds", place="cold")
+    failed = make_row(
+        "KvikIO, compat mode OFF", 7.0, kind="gds", place="cold", compared=False, error="no cuFile"
+    )
+    assert pick(gpu_targets(make_findings(ours, peer)), "cuFile").met is True
+    untold = pick(gpu_targets(make_findings(ours, failed)), "cuFile")
+    assert untold.met is None
+    assert "KvikIO: no cuFile" in untold.evidence
+
+
+def make_beside(policy: str, cpu_seconds: float, **given: Any) -> BesideRow:
+    load = Beside(1, 0.5, cpu_seconds, 900, 7.5, 1000.0, 8.0)
+    values: dict[str, Any] = {"compared": True, "error": None, "reports": (), **given}
+    return BesideRow(f'headrace read_into, policy="{policy}"', 16, NBYTES, (load,), **values)
+
+
+@pytest.mark.parametrize(("taken", "met"), [(0.05, True), (0.06, False)])
+def test_cpu_policy_may_take_a_quarter_from_neighbours(taken: float, met: bool) -> None:
+    rows = (make_beside("cpu", taken), make_beside("speed", 0.2))
+    target = pick(gpu_targets(make_findings(beside=rows)), "busy neighbours")
+    assert target.measured == pytest.approx(taken / 0.2)
+    assert target.met is met
+    assert "16 neighbours 10% slower" in target.evidence
+
+
+def test_wrong_bytes_beside_neighbours_leave_the_target_untold() -> None:
+    wrong = make_beside("cpu", 0.01, compared=False, error="'' has wrong bytes")
+    target = pick(
+        gpu_targets(make_findings(beside=(wrong, make_beside("speed", 0.2)))), "busy neighbours"
+    )
+    assert target.met is None
+    assert "wrong bytes" in target.evidence
 
 
 def test_nothing_measured_gives_no_verdict() -> None:

@@ -44,6 +44,7 @@ class Recorder:
     cudaHostRegisterPortable = 1
     cudaStreamNonBlocking = 1
     cudaEventDisableTiming = 2
+    cudaEventBlockingSync = 1
 
     def __init__(self, version: int = 13000, **answers: Any) -> None:
         self.CUDART_VERSION = version

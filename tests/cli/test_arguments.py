@@ -53,7 +53,7 @@ def test_options_left_out_keep_their_defaults() -> None:
 
 def test_options_that_are_given_arrive() -> None:
     made = arguments.make_options(3, 8192, 1 << 20, "cpu", "many", strict=True)
-    assert made == Options(3, 8192, 1 << 20, "cpu", "many", strict=True)
+    assert made == Options(3, 8192, 1 << 20, "cpu", reuse="many", strict=True)
 
 
 def test_an_option_out_of_range_is_wrong_usage() -> None:

@@ -100,6 +100,7 @@ class FakeDevice(EngineSuite):
         cuda = self.cuda
         held = (cuda.live_streams, cuda.live_events, cuda.pinned_nbytes, cuda.pending_copies)
         assert held == (0, 0, 0, 0)
+        assert cuda.mapped_nbytes == 0
         assert cuda.peak_pinned_nbytes <= context.options.pinned_nbytes
         assert cuda.errors == []
         cuda.peak_pinned_nbytes = 0

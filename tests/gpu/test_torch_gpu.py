@@ -70,12 +70,14 @@ def test_every_type_arrives_as_the_official_loader_gives_it(
 def test_loading_never_holds_a_second_copy_on_the_gpu(
     model: tuple[Path, dict[str, torch.Tensor]],
 ) -> None:
+    """A second copy would double the peak; the allocator's own rounding is up to 1 MiB a tensor."""
     path, tensors = model
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     found = headrace.torch.load_file(path, device="cuda:0")
-    rounding = 512 * len(tensors)
+    rounding = _MIB * len(tensors)
+    assert rounding < sum(tensor.nbytes for tensor in tensors.values()) / 2
     wanted = sum(tensor.nbytes for tensor in tensors.values())
     assert torch.cuda.max_memory_allocated() - before <= wanted + rounding
     del found

@@ -189,9 +189,9 @@ def test_waiter_is_served_after_its_own_block_could_not_be_made() -> None:
 
 def test_threads_that_all_meet_the_limit_at_once_still_get_their_turns() -> None:
     class Slow(FakeCuda):
-        def register_host(self, pointer: int, nbytes: int) -> None:
+        def register_host(self, pointer: int, nbytes: int, *, read_only: bool = False) -> None:
             time.sleep(0.005)
-            super().register_host(pointer, nbytes)
+            super().register_host(pointer, nbytes, read_only=read_only)
 
     for limit in (0, PAGE, 2 * PAGE):
         pool, cuda = make_pool(16, Slow(pinned_limit_nbytes=limit))
@@ -218,11 +218,11 @@ class FailsOnce(FakeCuda):
         super().__init__()
         self.failure: Exception | None = failure
 
-    def register_host(self, pointer: int, nbytes: int) -> None:
+    def register_host(self, pointer: int, nbytes: int, *, read_only: bool = False) -> None:
         if self.failure is not None:
             failure, self.failure = self.failure, None
             raise failure
-        super().register_host(pointer, nbytes)
+        super().register_host(pointer, nbytes, read_only=read_only)
 
 
 def attempt(work: Callable[[], object]) -> Exception | None:

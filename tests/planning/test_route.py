@@ -7,7 +7,7 @@ import pytest
 
 from headrace.errors import RouteUnavailable
 from headrace.options import Options
-from headrace.planning.route import SMALL_NBYTES, Choice, choose
+from headrace.planning.route import FILE_SYSTEM_RULES, SMALL_NBYTES, Amount, Choice, choose
 from headrace.types import HOST, Device, Route
 from tests.support import CUDA, make_facts, reason_of
 
@@ -23,11 +23,22 @@ def pick(
     reuse: Any = "auto",
     strict: bool = False,
     block: int = 4 * MIB,
+    policy: Any = "speed",
+    mapped: int = 0,
+    nbytes: int = GIB,
     **facts: Any,
 ) -> Choice:
-    options = Options(reuse=reuse, strict=strict, block_nbytes=block, pinned_nbytes=256 * MIB)
+    options = Options(
+        reuse=reuse,
+        strict=strict,
+        block_nbytes=block,
+        pinned_nbytes=256 * MIB,
+        policy=policy,
+        mapped_nbytes=mapped,
+    )
     route = None if forced is None else Route(forced)
-    return choose(resident, missing, device, make_facts(**facts), options, route)
+    amount = Amount(max(nbytes, missing), missing)
+    return choose(resident, amount, device, make_facts(**facts), options, route)
 
 
 @pytest.mark.parametrize(
@@ -67,6 +78,28 @@ def pick(
         (CUDA, {"resident": True, "forced": "cached"}, "cached"),
         (CUDA, {"resident": True, "forced": "direct"}, "direct"),
         (CUDA, {"resident": True, "direct": False, "strict": True}, "cached"),
+        (CUDA, {"resident": True, "mapping": True}, "cached"),
+        (CUDA, {"resident": True, "mapping": True, "policy": "cpu"}, "mapped"),
+        (CUDA, {"resident": True, "mapping": True, "policy": "auto"}, "cached"),
+        (CUDA, {"resident": True, "mapping": True, "policy": "auto", "busy": True}, "mapped"),
+        (CUDA, {"resident": True, "policy": "cpu"}, "cached"),
+        (CUDA, {"resident": None, "mapping": True, "policy": "cpu"}, "cached"),
+        (CUDA, {"resident": False, "mapping": True, "policy": "cpu"}, "direct"),
+        (CUDA, {"resident": True, "mapping": True, "mapped": GIB, "missing": 0}, "mapped"),
+        (CUDA, {"resident": True, "mapping": True, "mapped": GIB - 1, "missing": 0}, "cached"),
+        (CUDA, {"resident": False, "mapping": True, "forced": "mapped"}, "mapped"),
+        (CUDA, {"resident": False, "gds": True}, "gds"),
+        (CUDA, {"resident": True, "gds": True}, "cached"),
+        (CUDA, {"resident": False, "gds": True, "reuse": "many"}, "cached"),
+        (CUDA, {"resident": False, "gds": True, "missing": 1}, "cached"),
+        (CUDA, {"resident": True, "gds": True, "forced": "gds"}, "gds"),
+        (HOST, {"resident": False, "gds": True, "mapping": True}, "direct"),
+        (CUDA, {"resident": False, "file_system": "nfs4"}, "cached"),
+        (CUDA, {"resident": False, "file_system": "fuse.sshfs"}, "cached"),
+        (HOST, {"resident": False, "file_system": "cifs"}, "host"),
+        (HOST, {"resident": False, "file_system": "nfs", "forced": "direct"}, "direct"),
+        (CUDA, {"resident": False, "file_system": "lustre"}, "direct"),
+        (CUDA, {"resident": False, "file_system": "lustre", "direct": False}, "cached"),
     ],
     ids=str,
 )
@@ -74,6 +107,21 @@ def test_situation_has_its_route(device: Device, situation: dict[str, Any], rout
     choice = pick(device, **situation)
     assert choice.route == route
     assert choice.why
+
+
+def test_reason_of_a_network_file_system_is_that_of_its_rule() -> None:
+    for rule in FILE_SYSTEM_RULES:
+        assert rule.why
+        choice = pick(CUDA, file_system=rule.kinds[0].rstrip("."))
+        assert choice.route == ("direct" if rule.direct else "cached")
+        assert (rule.why in choice.why) == (not rule.direct)
+
+
+def test_thrift_without_a_way_to_map_is_a_downgrade_that_says_why() -> None:
+    choice = pick(CUDA, resident=True, policy="cpu")
+    assert choice.downgrade is not None
+    assert (choice.downgrade.route, choice.downgrade.remedy) == ("mapped", "MAPPING-REMEDY")
+    assert "MAPPING-FOUND" in choice.why
 
 
 SITUATIONS = [
@@ -147,8 +195,8 @@ def check_refusal(situation: dict[str, Any], message: str, strict: bool) -> None
     for route in impossible:
         assert f"{route}: " in message
     if situation["device"] == CUDA and not situation["gpu"]:
-        assert message.count("GPU-FOUND: GPU-WHY") == 2
-        assert message.count("GPU-REMEDY") == 2
+        assert message.count("GPU-FOUND (GPU-WHY)") == 4
+        assert message.count("GPU-REMEDY") == 4
     elif not situation["direct"]:
         assert "direct: DIRECT-FOUND (DIRECT-WHY) (DIRECT-REMEDY)" in message
 
@@ -174,8 +222,15 @@ def check_downgrade(situation: dict[str, Any], choice: Choice, strict: bool) -> 
 
 def test_forced_route_that_cannot_serve_names_all_reasons_and_remedies() -> None:
     message = reason_of(lambda: pick(CUDA, forced="direct", gpu=False, direct=False))
-    assert message.startswith("route 'direct' cannot serve: direct: GPU-FOUND: GPU-WHY")
-    for part in ("GPU-REMEDY", "cached: GPU-FOUND", "host: the destination is cuda:0", "gds: "):
+    assert message.startswith(
+        "route 'direct' cannot serve: direct: CUDA device: GPU-FOUND (GPU-WHY)"
+    )
+    for part in (
+        "GPU-REMEDY",
+        "cached: CUDA device: GPU-FOUND",
+        "host: the destination is cuda:0",
+        "gds: ",
+    ):
         assert part in message
 
 
@@ -188,7 +243,7 @@ def test_gpu_that_is_missing_rules_out_every_route_to_it() -> None:
     message = reason_of(lambda: pick(CUDA, gpu=False))
     assert message.startswith("no route can serve: ")
     assert [f"{route}: " in message for route in Route] == [True] * len(Route)
-    assert message.count("GPU-REMEDY") == 2
+    assert message.count("GPU-REMEDY") == 4
 
 
 def test_strict_refusal_says_which_route_is_missing_why_and_what_to_do() -> None:

@@ -34,7 +34,7 @@ def mounts(*pairs: tuple[str, str]) -> tuple[Mount, ...]:
     for number, (point, kind) in enumerate(pairs, 1):
         parent = walk(point, children)
         children[(parent, point)] = number
-        table.append(Mount(point, kind, "rw", number, parent))
+        table.append(Mount(point, kind, "rw", mount_id=number, parent_id=parent))
     return tuple(table)
 
 

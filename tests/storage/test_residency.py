@@ -328,7 +328,8 @@ def test_reader_of_somebody_elses_file_does_not_believe_mincore(tmp_path: Path) 
     assert "cachestat: EPERM" in cold.why
     assert "only the owner or a writer" in cold.why
     # Nobody says that bytes are there which are not, and asking brings (nearly) none in.
-    assert not [stretch for stretch in cold.stretches if stretch.resident]
+    believed = sum(each.file_range.nbytes for each in cold.stretches if each.resident)
+    assert believed <= MIB // 8
     assert measure(path).resident_nbytes <= MIB // 4
 
 

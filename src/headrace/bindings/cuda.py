@@ -30,6 +30,12 @@ class Cuda(Protocol):
     def device_count(self) -> int:
         """Devices that this process sees."""
 
+    def device_attribute(self, name: str, device: int) -> int:
+        """Value of an attribute: a name of ``cudaDeviceAttr``, or of ``CUdevice_attribute``.
+
+        Makes no context on the device. `DeviceError` for an attribute that CUDA does not know.
+        """
+
     def current_device(self) -> int:
         """Ordinal of the calling thread's device."""
 
@@ -39,8 +45,11 @@ class Cuda(Protocol):
     def pointer_device(self, pointer: int) -> int | None:
         """Ordinal of the device that owns `pointer`; None for host memory."""
 
-    def register_host(self, pointer: int, nbytes: int) -> None:
-        """Page-lock host memory that the caller owns, for every device."""
+    def register_host(self, pointer: int, nbytes: int, *, read_only: bool = False) -> None:
+        """Page-lock host memory that the caller owns, for every device; whole pages.
+
+        `read_only` is for memory that the process itself may only read, such as a mapped file.
+        """
 
     def unregister_host(self, pointer: int) -> None:
         """Undo `register_host`; no copy may be under way."""
@@ -52,7 +61,7 @@ class Cuda(Protocol):
         """Destroy a stream."""
 
     def synchronize_stream(self, stream: int) -> None:
-        """Wait for all work on the stream."""
+        """Wait for all work on the stream, spinning: for waits that are short."""
 
     def create_event(self) -> int:
         """Create an event without timing on the calling thread's device."""
@@ -64,7 +73,7 @@ class Cuda(Protocol):
         """Record the event after the work that is on the stream now."""
 
     def synchronize_event(self, event: int) -> None:
-        """Wait until the event's last record has happened."""
+        """Sleep until the event's last record has happened."""
 
     def wait_event(self, stream: int, event: int) -> None:
         """Make later work on the stream wait for the event; does not block the host."""
@@ -109,6 +118,29 @@ class CudaRuntime:
             return 0
         return int(self._check("cudaGetDeviceCount", answer))
 
+    def device_attribute(self, name: str, device: int) -> int:
+        """See `Cuda.device_attribute`."""
+        if name.startswith("CU_"):
+            return self._driver_attribute(name, device)
+        attribute = getattr(self._runtime.cudaDeviceAttr, name, None)
+        if attribute is None:
+            raise DeviceError(f"cudaDeviceGetAttribute: this cuda.bindings has no {name}")
+        answer = self._runtime.cudaDeviceGetAttribute(attribute, device)
+        return int(self._check("cudaDeviceGetAttribute", answer))
+
+    def _driver_attribute(self, name: str, device: int) -> int:
+        """Value of an attribute that the driver has and the runtime has not."""
+        from cuda.bindings import driver
+
+        attribute = getattr(driver.CUdevice_attribute, name, None)
+        if attribute is None:
+            raise DeviceError(f"cuDeviceGetAttribute: this cuda.bindings has no {name}")
+        self.device_count()  # the runtime initialises the driver
+        code, value = driver.cuDeviceGetAttribute(attribute, device)
+        if int(code):
+            raise DeviceError(f"cuDeviceGetAttribute failed: {code.name} ({int(code)})")
+        return int(value)
+
     def current_device(self) -> int:
         """See `Cuda.current_device`."""
         return int(self._check("cudaGetDevice", self._runtime.cudaGetDevice()))
@@ -126,9 +158,11 @@ class CudaRuntime:
         on_device = (kinds.cudaMemoryTypeDevice, kinds.cudaMemoryTypeManaged)
         return int(attributes.device) if attributes.type in on_device else None
 
-    def register_host(self, pointer: int, nbytes: int) -> None:
+    def register_host(self, pointer: int, nbytes: int, *, read_only: bool = False) -> None:
         """See `Cuda.register_host`."""
         flags = self._runtime.cudaHostRegisterPortable
+        if read_only:
+            flags |= self._runtime.cudaHostRegisterReadOnly
         self._check("cudaHostRegister", self._runtime.cudaHostRegister(pointer, nbytes, flags))
 
     def unregister_host(self, pointer: int) -> None:
@@ -153,7 +187,8 @@ class CudaRuntime:
 
     def create_event(self) -> int:
         """See `Cuda.create_event`."""
-        flags = self._runtime.cudaEventDisableTiming
+        # A thread that waits for it sleeps: a wait of a tenth of a second would else burn one CPU.
+        flags = self._runtime.cudaEventDisableTiming | self._runtime.cudaEventBlockingSync
         created = self._runtime.cudaEventCreateWithFlags(flags)
         return int(self._check("cudaEventCreateWithFlags", created))
 

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Protocol
 
+import numpy as np
+
 _CACHESTAT = 451  # the same number on every architecture; Linux 6.5
 _AT_EMPTY_PATH = 0x1000
 _STATX_DIOALIGN = 0x2000
@@ -45,6 +47,24 @@ class DirectAlignment:
     """Alignment of the memory address, in bytes."""
     offset: int
     """Alignment of the file offset and of the length, in bytes."""
+
+
+class Mapping:
+    """A read-only mapping of a file, for the GPU to read.
+
+    The CPU must not touch it: the process would be killed if the file were truncated meanwhile.
+    """
+
+    def __init__(self, fd: int, file_offset: int, nbytes: int) -> None:
+        flags, prot = mmap.MAP_SHARED, mmap.PROT_READ
+        self._mapping = mmap.mmap(fd, nbytes, flags=flags, prot=prot, offset=file_offset)
+        view = np.frombuffer(self._mapping, np.uint8)
+        self.pointer = int(view.__array_interface__["data"][0])
+        self.nbytes = nbytes
+
+    def close(self) -> None:
+        """Unmap; safe to call again."""
+        self._mapping.close()
 
 
 class Files(Protocol):
@@ -82,6 +102,9 @@ class Files(Protocol):
 
     def direct_alignment(self, fd: int) -> DirectAlignment | None:
         """What O_DIRECT demands here; None where the kernel does not say."""
+
+    def map_shared(self, fd: int, file_offset: int, nbytes: int) -> Mapping:
+        """Map a page-aligned range for reading; ValueError or OSError past the end of the file."""
 
 
 class PosixFiles:
@@ -172,6 +195,10 @@ class PosixFiles:
         answered = struct.unpack_from("I", record, 0)[0] & _STATX_DIOALIGN
         memory, offset = struct.unpack_from("II", record, _STATX_DIO_OFFSETS)
         return DirectAlignment(memory, offset) if answered and memory and offset else None
+
+    def map_shared(self, fd: int, file_offset: int, nbytes: int) -> Mapping:
+        """See `Files.map_shared`."""
+        return Mapping(fd, file_offset, nbytes)
 
     def _syscall(self, name: str, number: int, *arguments: object) -> None:
         _check(name, self._libc.syscall(ctypes.c_long(number), *arguments))

@@ -14,6 +14,15 @@ class System(Protocol):
     def read(self, path: str) -> str | None:
         """Text of an absolute path; None where it is missing or may not be read."""
 
+    def listdir(self, path: str) -> tuple[str, ...]:
+        """Names in a folder, sorted; none where it is missing or may not be read."""
+
+    def exists(self, path: str) -> bool:
+        """Whether the path names something that can be seen."""
+
+    def read_link(self, path: str) -> str | None:
+        """Target of a symbolic link, as it is written; None where there is no such link."""
+
     def cpus(self) -> int:
         """CPUs that this process may run on."""
 
@@ -29,7 +38,25 @@ class Linux:
         try:
             with open(path, "rb", buffering=0) as file:
                 return file.read().decode("utf-8", "surrogateescape")
-        except (FileNotFoundError, PermissionError):
+        except OSError:  # some files of /sys answer EIO or ENODEV: nothing can be read there
+            return None
+
+    def listdir(self, path: str) -> tuple[str, ...]:
+        """See `System.listdir`."""
+        try:
+            return tuple(sorted(os.listdir(path)))
+        except OSError:
+            return ()
+
+    def exists(self, path: str) -> bool:
+        """See `System.exists`."""
+        return os.path.exists(path)
+
+    def read_link(self, path: str) -> str | None:
+        """See `System.read_link`."""
+        try:
+            return os.readlink(path)
+        except OSError:
             return None
 
     def cpus(self) -> int:
@@ -51,6 +78,10 @@ class Mount:
     """Type, such as "ext4", "tmpfs", "overlay"."""
     options: str
     """Options of the file system, separated by commas."""
+    device: str = field(default="", compare=False)
+    """``major:minor``, as ``st_dev`` of the files has it."""
+    source: str = field(default="", compare=False)
+    """What is mounted: a device node, ``server:/export``, ..."""
     mount_id: int = field(default=0, compare=False)
     """Number of the mount."""
     parent_id: int = field(default=-1, compare=False)
@@ -65,12 +96,16 @@ def read_mounts(system: System) -> tuple[Mount, ...]:
 
 def _parse_mount(line: str) -> Mount:
     left, _, right = line.partition(" - ")
-    mount_id, parent_id, _, _, mount_point, *_ = left.split(" ", 5)
-    fields = right.split(" ", 2)
-    if "\\" in mount_point:  # space, tab, newline and backslash are octal escapes
-        mount_point = _OCTAL.sub(lambda found: chr(int(found[1], 8)), mount_point)
-    options = fields[2] if len(fields) > 2 else ""
-    return Mount(mount_point, fields[0], options, int(mount_id), int(parent_id))
+    mount_id, parent_id, device, _, point, *_ = left.split(" ", 5)
+    kind, source, options, *_ = [*right.split(" ", 2), "", ""]
+    return Mount(
+        _unescape(point), kind, options, device, _unescape(source), int(mount_id), int(parent_id)
+    )
+
+
+def _unescape(text: str) -> str:
+    """Undo the kernel's octal escapes of space, tab, newline and backslash."""
+    return _OCTAL.sub(lambda found: chr(int(found[1], 8)), text)
 
 
 _OCTAL = re.compile(r"\\([0-7]{3})")

@@ -90,6 +90,7 @@ def make_options(
     policy: str,
     reuse: str,
     strict: bool,
+    mapped_nbytes: int | None = None,
 ) -> Options:
     """Options of a transfer from the command line's; None keeps a default.
 
@@ -107,6 +108,7 @@ def make_options(
             policy=policy_name(policy),
             reuse=reuse_name(reuse),
             strict=strict,
+            mapped_nbytes=mapped_nbytes or 0,
         )
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
@@ -153,6 +155,10 @@ SourcesArgument = Annotated[
 SourceArgument = Annotated[
     str, typer.Argument(metavar="SOURCE", help="safetensors file, directory or index; or .npy.")
 ]
+PathArgument = Annotated[
+    str | None,
+    typer.Argument(metavar="PATH", help="File or folder whose volume is looked at too."),
+]
 NamesOption = Annotated[
     list[str] | None,
     typer.Option("--names", metavar="NAME|GLOB", help="Only these tensors; repeatable."),
@@ -166,6 +172,16 @@ BlockOption = Annotated[
     int | None,
     typer.Option(
         "--block-size", parser=parse_size, metavar="SIZE", help="Bytes per read. Default: 4MiB."
+    ),
+]
+MappedOption = Annotated[
+    int | None,
+    typer.Option(
+        "--mapped",
+        parser=parse_size,
+        metavar="SIZE",
+        help="Most resident file bytes that stay registered with the GPU between loads. "
+        "Default: 0.",
     ),
 ]
 PinnedOption = Annotated[

@@ -22,6 +22,7 @@ from headrace.cli.demo_model import Model, make_model
 from headrace.cli.demo_verdict import conclude
 from headrace.cli.progress import Meter, quiet
 from headrace.cli.target import Target, find_target
+from headrace.context import read_cufile_environment
 from headrace.errors import HeadraceError
 from headrace.probing.fact import Fact
 from headrace.probing.machine import probe_machine
@@ -129,7 +130,7 @@ def collect(request: DemoRequest, meter: Meter = quiet) -> DemoResult:
     place = Place(str(folder), find_mount(str(folder), read_mounts(Linux())).file_system)
     check_room(request.nbytes, place, probe_machine(Linux()).available_nbytes)
     with (
-        headrace.Context() as context,
+        headrace.Context(cufile_environment=read_cufile_environment()) as context,
         _unwinding_on_sigterm(),
         tempfile.TemporaryDirectory(prefix="headrace-demo-", dir=folder) as inner,
     ):

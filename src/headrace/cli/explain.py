@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import headrace
 from headrace.cli.target import find_target
+from headrace.context import read_cufile_environment
 from headrace.report import Explanation
 
 
@@ -31,7 +32,7 @@ def collect(request: ExplainRequest) -> Explanation:
     HeadraceError, OSError
         As `headrace.explain` does.
     """
-    with headrace.Context() as context:
+    with headrace.Context(cufile_environment=read_cufile_environment()) as context:
         target = find_target(request.device, None, context)
         explanation = headrace.explain(
             request.source,

@@ -13,6 +13,7 @@ from typing import Any
 import headrace
 from headrace.cli.progress import Meter, quiet
 from headrace.cli.target import Target, find_target
+from headrace.context import read_cufile_environment
 from headrace.options import Options
 from headrace.report import Report
 
@@ -63,7 +64,8 @@ def collect(request: LoadRequest, meter: Meter = quiet) -> LoadResult:
         As the framework's ``load`` and ``read`` do; KeyError also when a name matches nothing.
     """
     reports: list[Report] = []
-    with headrace.Context(options=request.options) as context:
+    environment = read_cufile_environment()
+    with headrace.Context(request.options, cufile_environment=environment) as context:
         target = find_target(request.device, request.framework, context)
         for source in request.sources:
             load = _loader(request, source, target, context, meter)

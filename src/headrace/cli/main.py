@@ -88,6 +88,7 @@ def load(
     workers: arg.WorkersOption = None,
     block_size: arg.BlockOption = None,
     pinned: arg.PinnedOption = None,
+    mapped: arg.MappedOption = None,
     policy: arg.PolicyOption = "speed",
     reuse: arg.ReuseOption = "auto",
     strict: arg.StrictOption = False,
@@ -97,7 +98,7 @@ def load(
     """Load weights or arrays, and say which way the bytes went and why."""
     from headrace.cli import load as command
 
-    options = arg.make_options(workers, block_size, pinned, policy, reuse, strict)
+    options = arg.make_options(workers, block_size, pinned, policy, reuse, strict, mapped)
     with report_failure(debug or context.obj):
         request = command.LoadRequest(
             tuple(sources), device, framework, route, tuple(names or ()), raw, repeat, options
@@ -124,6 +125,27 @@ def explain(
     with report_failure(debug or context.obj):
         result = command.collect(command.ExplainRequest(source, device, route, raw))
         _show(as_json, result.to_dict(), "explanation", result, tensors=tensors)
+
+
+@app.command()
+def doctor(
+    context: typer.Context,
+    path: arg.PathArgument = None,
+    as_json: arg.JsonOption = False,
+    debug: arg.DebugOption = False,
+) -> None:
+    """Say what this machine, and the volume under PATH, can do, and what would change it."""
+    from headrace.cli import doctor as command
+    from headrace.cli import render
+
+    with report_failure(debug or context.obj):
+        diagnosis = command.collect(command.DoctorRequest(path))
+        if as_json:
+            typer.echo(json.dumps(diagnosis.to_dict(), indent=2))
+        else:
+            command.render(diagnosis, render.make_console())
+    if not diagnosis.works:
+        raise typer.Exit(1)
 
 
 def _show(as_json: bool, document: Any, kind: str, result: Any, **how: Any) -> None:

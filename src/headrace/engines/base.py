@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from itertools import repeat
 from typing import NamedTuple, Protocol
 
+from headrace.bindings.cuda import Copy
 from headrace.memory.alignment import align_down
 from headrace.memory.buffer import Buffer
-from headrace.planning.plan import Piece, Transfer, cut
+from headrace.planning.plan import Piece, Rejection, Transfer, cut
 from headrace.storage.source import Source
 from headrace.types import Route
 
@@ -39,6 +40,17 @@ class Job(NamedTuple):
         """Wanted bytes of the window, and where they go."""
         return cut(self.transfer.pieces, self.start, self.stop)
 
+    def copies(self, buffers: Sequence[Buffer], base: int) -> list[Copy]:
+        """Copies to the GPU, out of host memory in which file offset 0 would lie at `base`."""
+        return [
+            (
+                buffers[piece.buffer].pointer + piece.buffer_offset,
+                base + piece.file_offset,
+                piece.nbytes,
+            )
+            for piece in self.pieces()
+        ]
+
 
 @dataclass(slots=True)
 class Tally:
@@ -46,6 +58,8 @@ class Tally:
 
     moved_nbytes: int = 0
     """Wanted bytes that were read."""
+    unaligned_nbytes: int = 0
+    """Wanted bytes whose offset, length or address was not aligned for the route."""
     read_seconds: float = 0.0
     """Wall seconds inside read calls."""
     cpu_seconds: float = 0.0
@@ -66,6 +80,14 @@ class Stats:
     """Wall seconds in read calls, summed over the workers."""
     cpu_seconds: float
     """User and system seconds of the workers."""
+    unaligned_nbytes: int = 0
+    """Wanted bytes whose offset, length or address was not aligned for the route."""
+    bounce: str = ""
+    """What the bytes bounced through on their way; "" where they went straight."""
+    mode: str = ""
+    """A name that tells more than the route's own, such as "gds (cuFile compatibility mode)"."""
+    downgrades: tuple[Rejection, ...] = ()
+    """What did not go as the route promises, and what would change it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,7 +306,7 @@ def _outlast_interrupts(crew: _Crew) -> None:
             continue
 
 
-def total(route: Route, tallies: Sequence[Tally], evidence: str) -> Stats:
+def total(route: Route, tallies: Sequence[Tally], evidence: str, bounce: str = "") -> Stats:
     """Add up what the workers did."""
     return Stats(
         route=route,
@@ -292,4 +314,6 @@ def total(route: Route, tallies: Sequence[Tally], evidence: str) -> Stats:
         evidence=evidence,
         read_seconds=sum(tally.read_seconds for tally in tallies),
         cpu_seconds=sum(tally.cpu_seconds for tally in tallies),
+        unaligned_nbytes=sum(tally.unaligned_nbytes for tally in tallies),
+        bounce=bounce,
     )

@@ -23,7 +23,12 @@ class CachedEngine:
     def run(self, cargo: Cargo) -> Stats:
         """See `Engine.run`."""
         tallies = self._ring.move(cargo, partial(_fill, cargo.sources))
-        return total(self.route, tallies, "buffered preadv into the ring, copied to the GPU")
+        return total(
+            self.route,
+            tallies,
+            "buffered preadv into the ring, copied to the GPU",
+            self._ring.bounce,
+        )
 
 
 def _fill(sources: Sequence[Source], job: Job, block: Block) -> int:

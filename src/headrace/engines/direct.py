@@ -42,9 +42,19 @@ class DirectEngine:
         """See `Engine.run`."""
         if self._ring is None:
             tallies = run_workers(partial(self._work, cargo), cargo)
-            return total(self.route, tallies, "O_DIRECT preadv into host memory")
-        tallies = self._ring.move(cargo, partial(self._fill, cargo.sources))
-        return total(self.route, tallies, "O_DIRECT preadv into the ring, copied to the GPU")
+            bounced = any(tally.unaligned_nbytes for tally in tallies)
+            bounce = "a block of host memory for each worker" if bounced else ""
+            return total(self.route, tallies, "O_DIRECT preadv into host memory", bounce)
+        tallies = self._ring.move(cargo, partial(self._fill, cargo.sources), self._is_aligned)
+        return total(
+            self.route,
+            tallies,
+            "O_DIRECT preadv into the ring, copied to the GPU",
+            self._ring.bounce,
+        )
+
+    def _is_aligned(self, job: Job) -> bool:
+        return not (job.start | job.stop) % self._alignments[job.transfer.source].offset
 
     def _fill(self, sources: Sequence[Source], job: Job, block: Block) -> int:
         """Read a window into a block, as `headrace.engines.ring.Fill` asks."""
@@ -64,6 +74,7 @@ class DirectEngine:
                     bounce = map_pages(cargo.block_nbytes)
                 first = _read_widened(source, job, alignment.offset, bounce)
                 _scatter(cargo, pieces, bounce, first)
+                tally.unaligned_nbytes += sum(piece.nbytes for piece in pieces)
             tally.read_seconds += time.perf_counter() - began
             tally.moved_nbytes += sum(piece.nbytes for piece in pieces)
 

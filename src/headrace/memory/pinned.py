@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from dataclasses import dataclass
 
 from headrace.bindings.cuda import Cuda
@@ -47,6 +48,9 @@ class PinnedPool:
         self._free: list[Block] = []
         self._failure: str | None = None
         self._changed = threading.Condition()
+        # Also for a context that nobody closed: memory that is unmapped while it is still locked
+        # would make the next lock of the same address fail.
+        weakref.finalize(self, _unlock, cuda, self._made).atexit = False
 
     @property
     def capacity(self) -> int:
@@ -100,10 +104,9 @@ class PinnedPool:
     def close(self) -> None:
         """Unlock and drop all blocks; every one must have been given back."""
         with self._changed:
-            blocks, self._made, self._free, self._reserved = self._made, [], [], 0
-        for block in blocks:
-            if block.pinned:
-                self._cuda.unregister_host(block.pointer)
+            self._free.clear()
+            self._reserved = 0
+            _unlock(self._cuda, self._made)
 
     def _make(self) -> Block | None:
         """Make the block that was reserved, or settle for those that exist."""
@@ -135,3 +138,10 @@ class PinnedPool:
             except DeviceError as error:
                 self._failure = str(error)
         return self._failure is None
+
+
+def _unlock(cuda: Cuda, blocks: list[Block]) -> None:
+    while blocks:
+        block = blocks.pop()
+        if block.pinned:
+            cuda.unregister_host(block.pointer)

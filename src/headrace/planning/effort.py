@@ -34,9 +34,13 @@ def choose_workers(options: Options, machine: MachineFacts, device: Device, nbyt
     if options.workers is not None:
         return options.workers
     limit = _HOST_WORKERS if device.is_host else _GPU_WORKERS
-    thrifty = options.policy == "cpu" or (options.policy == "auto" and machine.busy.holds)
-    if thrifty:
+    if is_thrifty(options, machine):
         return max(1, min(_THRIFTY_WORKERS, machine.cpus // 2))
     if nbytes < _MEDIUM_NBYTES:
         limit = _THRIFTY_WORKERS
     return min(limit, max(machine.cpus, _FEWEST_WORKERS))
+
+
+def is_thrifty(options: Options, machine: MachineFacts) -> bool:
+    """Whether CPU time counts for more than speed: asked for, or "auto" on busy CPUs."""
+    return options.policy == "cpu" or (options.policy == "auto" and machine.busy.holds is True)

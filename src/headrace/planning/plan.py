@@ -82,6 +82,14 @@ class Plan:
     resident_nbytes: int
     """Wanted bytes that the page cache held when the plan was made."""
 
+    def uses(self, *routes: Route) -> bool:
+        """Whether some stretch takes one of the routes."""
+        return any(transfer.route in routes for transfer in self.transfers)
+
+    def warned(self, downgrade: Rejection) -> Plan:
+        """The same plan, with a downgrade of a route that was taken all the same."""
+        return replace(self, downgrades=(*self.downgrades, downgrade))
+
     def downgraded(self, rejection: Rejection) -> Plan:
         """The same plan, with one more downgrade to report."""
         return replace(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from headrace.options import Options
 from headrace.planning.coalesce import split
 from headrace.planning.plan import Piece, Plan, Rejection, Transfer
-from headrace.planning.route import Facts, choose
+from headrace.planning.route import Amount, Facts, choose
 from headrace.storage.residency import Residency
 from headrace.types import Device, Route
 
@@ -49,15 +49,18 @@ def make_plan(
     transfers: list[Transfer] = []
     rejected: dict[Rejection, None] = {}
     downgrades: dict[Rejection, None] = {}
-    missing = sum(
-        stretch.file_range.nbytes
-        for file in files
-        for stretch in file.residency.stretches
-        if stretch.resident is False
+    amount = Amount(
+        nbytes=sum(piece.nbytes for file in files for piece in file.pieces),
+        missing_nbytes=sum(
+            stretch.file_range.nbytes
+            for file in files
+            for stretch in file.residency.stretches
+            if stretch.resident is False
+        ),
     )
     for source, file in enumerate(files):
         for stretch, pieces in split(file.pieces, file.residency.stretches):
-            choice = choose(stretch.resident, missing, device, file.facts, options, forced)
+            choice = choose(stretch.resident, amount, device, file.facts, options, forced)
             clean = options.reuse == "once" and stretch.resident is False
             transfers.append(Transfer(source, choice.route, choice.why, pieces, clean))
             rejected.update(dict.fromkeys(choice.rejections))

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from headrace.errors import RouteUnavailable
 from headrace.options import Options
+from headrace.planning.effort import is_thrifty
 from headrace.planning.plan import Rejection
 from headrace.probing.fact import Fact
 from headrace.probing.machine import MachineFacts
@@ -18,6 +19,55 @@ it costs a millisecond or two, even on the fastest disks."""
 
 
 @dataclass(frozen=True, slots=True)
+class FileSystemRule:
+    """How bytes that are not resident are best read from some kinds of file system."""
+
+    kinds: tuple[str, ...]
+    """Types in /proc/self/mountinfo; one that ends in a dot stands for all that begin so."""
+    direct: bool
+    """Whether O_DIRECT is worth it, where the file opens with it."""
+    why: str
+    """The reason."""
+
+
+FILE_SYSTEM_RULES = (
+    FileSystemRule(
+        ("nfs", "nfs4"),
+        False,
+        "an NFS client reads ahead into the page cache, and sends each direct read alone",
+    ),
+    FileSystemRule(
+        ("fuse", "fuseblk", "fuse."),
+        False,
+        "a FUSE daemon is asked in small requests when the page cache is left out",
+    ),
+    FileSystemRule(
+        ("cifs", "smb3"),
+        False,
+        "an SMB client reads ahead into the page cache, and sends each direct read alone",
+    ),
+    FileSystemRule(
+        ("lustre",),
+        True,
+        "a Lustre client spreads direct reads over its servers without copying",
+    ),
+    FileSystemRule(("gpfs",), True, "GPFS reads direct requests in parallel, past its page pool"),
+    FileSystemRule(("wekafs",), True, "WekaFS serves direct reads from its own client processes"),
+)
+"""What is first for a network or parallel file system; the others are local, and direct is first
+for them. A forced route overrides the rule."""
+
+
+def rule_for(file_system: str) -> FileSystemRule | None:
+    """The rule of a file system; None for a local one."""
+    for rule in FILE_SYSTEM_RULES:
+        for kind in rule.kinds:
+            if file_system == kind or (kind.endswith(".") and file_system.startswith(kind)):
+                return rule
+    return None
+
+
+@dataclass(frozen=True, slots=True)
 class Facts:
     """Everything that a choice rests on."""
 
@@ -27,6 +77,20 @@ class Facts:
     """The file system under the file."""
     gpu: Fact
     """Whether a CUDA device can be used; looked at only for a destination on one."""
+    mapping: Fact
+    """Whether the GPU can read registered pages of a file; likewise."""
+    gds: Fact
+    """Whether cuFile moves bytes without the CPU here or, where the route is forced, at all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Amount:
+    """How much one load moves."""
+
+    nbytes: int
+    """Wanted bytes."""
+    missing_nbytes: int
+    """Those of them that are not resident."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +109,7 @@ class Choice:
 
 def choose(
     resident: bool | None,
-    missing_nbytes: int,
+    amount: Amount,
     device: Device,
     facts: Facts,
     options: Options,
@@ -57,8 +121,8 @@ def choose(
     ----------
     resident
         Whether the page cache holds (nearly) all of it; None where that cannot be known.
-    missing_nbytes
-        Bytes of the whole load that are not resident.
+    amount
+        What the whole load moves.
     device
         Destination.
     facts, options
@@ -77,9 +141,9 @@ def choose(
         return _take_forced(forced, cannot)
     if buffered in cannot:
         raise RouteUnavailable(_all_reasons("no route can serve", cannot))
-    first, why = _first_choice(resident, missing_nbytes, buffered, facts, options)
+    first, why = _first_choice(resident, amount, buffered, facts, options)
     if first not in cannot:
-        others = {**_not_preferred(first, buffered, why), **cannot}
+        others = {**_not_preferred(first, buffered, why, device), **cannot}
         return Choice(first, why, _in_order(others, first))
     downgrade = cannot[first]
     if options.strict:
@@ -102,17 +166,19 @@ def _impossible(device: Device, facts: Facts, block_nbytes: int) -> dict[Route, 
 
 
 def _by_destination(device: Device, facts: Facts) -> list[Rejection]:
-    none = "this version of headrace has no such engine"
-    rejections = [Rejection(route, none, "") for route in (Route.MAPPED, Route.GDS)]
     if device.is_host:
-        why = "the destination is host memory, which needs no bounce buffer"
-        return [*rejections, Rejection(Route.CACHED, why, "")]
-    rejections.append(Rejection(Route.HOST, f"the destination is {device}, not host memory", ""))
+        why = "the destination is host memory, not a GPU"
+        return [Rejection(route, why, "") for route in (Route.CACHED, Route.MAPPED, Route.GDS)]
+    rejections = [Rejection(Route.HOST, f"the destination is {device}, not host memory", "")]
     if facts.gpu.holds is not True:
-        why = f"{facts.gpu.found}: {facts.gpu.why}"
-        needing = (Route.CACHED, Route.DIRECT)
-        rejections += [Rejection(route, why, facts.gpu.remedy) for route in needing]
-    return rejections
+        needs = [(route, facts.gpu) for route in Route if route is not Route.HOST]
+    else:
+        needs = [(Route.MAPPED, facts.mapping), (Route.GDS, facts.gds)]
+    return rejections + [
+        Rejection(route, f"{fact.name}: {fact.found} ({fact.why})", fact.remedy)
+        for route, fact in needs
+        if fact.holds is not True
+    ]
 
 
 def _by_volume(facts: Facts, block_nbytes: int) -> list[Rejection]:
@@ -129,29 +195,52 @@ def _by_volume(facts: Facts, block_nbytes: int) -> list[Rejection]:
 
 
 def _first_choice(
-    resident: bool | None, missing_nbytes: int, buffered: Route, facts: Facts, options: Options
+    resident: bool | None, amount: Amount, buffered: Route, facts: Facts, options: Options
 ) -> tuple[Route, str]:
     """The route that is best if it can be had, and the fact that makes it so."""
     if resident:
-        return buffered, "the page cache holds these bytes"
+        return _first_for_resident(amount, buffered, facts, options)
     if resident is None:
         return buffered, "whether the page cache holds these bytes cannot be known"
-    if missing_nbytes < SMALL_NBYTES:
+    if amount.missing_nbytes < SMALL_NBYTES:
         return buffered, f"not resident, but fewer than {SMALL_NBYTES >> 20} MiB in all"
     if options.reuse == "many":
         available = facts.machine.available_nbytes
-        if available is None or missing_nbytes <= available // 2:
+        if available is None or amount.missing_nbytes <= available // 2:
             return buffered, "not resident; reuse='many' leaves the bytes in the page cache"
-        return Route.DIRECT, "not resident, and too large to stay in the free memory"
+    if facts.gds.holds is True and buffered is Route.CACHED:
+        return Route.GDS, "not resident: read once, without the CPU"
+    rule = rule_for(facts.volume.file_system)
+    if rule is not None and not rule.direct:
+        return buffered, f"not resident; {rule.why}"
     return Route.DIRECT, "not resident: read once, around the page cache"
 
 
-def _not_preferred(first: Route, buffered: Route, why: str) -> dict[Route, Rejection]:
+def _first_for_resident(
+    amount: Amount, buffered: Route, facts: Facts, options: Options
+) -> tuple[Route, str]:
+    why = "the page cache holds these bytes"
+    if buffered is Route.CACHED:
+        if 0 < amount.nbytes <= options.mapped_nbytes:
+            return Route.MAPPED, f"{why}, and mapped_nbytes keeps them registered"
+        if is_thrifty(options, facts.machine):
+            return Route.MAPPED, f"{why}, and the GPU can copy them without the CPU"
+    return buffered, why
+
+
+def _not_preferred(
+    first: Route, buffered: Route, why: str, device: Device
+) -> dict[Route, Rejection]:
     """Routes that could serve and were not the best."""
-    if first is Route.DIRECT:
+    others = {route: Rejection(route, f"not the best here: {why}", "") for route in Route}
+    if first in (Route.DIRECT, Route.GDS):
         remedy = "Options(reuse='many') leaves them in the page cache for the next load"
-        return {buffered: Rejection(buffered, "slower for bytes that are not resident", remedy)}
-    return {Route.DIRECT: Rejection(Route.DIRECT, f"not the best here: {why}", "")}
+        others[buffered] = Rejection(buffered, "slower for bytes that are not resident", remedy)
+    if first is Route.CACHED and not device.is_host:
+        slower = "a third to a half slower than the ring, at a fifth of its CPU time"
+        others[Route.MAPPED] = Rejection(Route.MAPPED, slower, "")
+    del others[first]
+    return others
 
 
 def _take_forced(forced: Route, cannot: dict[Route, Rejection]) -> Choice:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from headrace.bindings.sysfs import System
@@ -9,6 +10,9 @@ from headrace.probing.fact import Fact
 
 _BUSY_LOAD_PER_CPU = 0.75
 # Above three runnable tasks for four CPUs, a transfer's own workers would take time from others.
+
+PRESSURE_PERCENT = 10.0
+"""Share of the last ten seconds, in percent, from which on waiting tasks count as pressure."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,16 +41,26 @@ class MachineFacts:
 
 def probe_machine(system: System) -> MachineFacts:
     """Read memory and CPU facts (proc(5))."""
-    cpus, load = system.cpus(), system.load_average()
+    cpus, load, pressure = system.cpus(), system.load_average(), probe_pressure(system)
     limit = _BUSY_LOAD_PER_CPU * cpus
     busy = Fact(
         "CPUs busy",
-        load > limit,
-        f"load {load:.2f} on {cpus} CPUs",
-        f"one-minute load average, against {limit:.2f}",
+        load > limit or pressure.holds is True,
+        f"load {load:.2f} on {cpus} CPUs; {pressure.found}",
+        f"one-minute load average, against {limit:.2f}; {pressure.why}",
         "policy='auto' spends fewer CPU seconds for each byte while this holds",
     )
     return MachineFacts(cpus, _available_nbytes(system), busy)
+
+
+def probe_pressure(system: System) -> Fact:
+    """Whether tasks wait for a CPU: pressure stall information (PSI), Linux 4.20 on."""
+    name, path = "CPU pressure", "/proc/pressure/cpu"
+    match = re.search(r"^some avg10=([\d.]+)", system.read(path) or "", re.MULTILINE)
+    if match is None:
+        return Fact(name, None, "unknown", f"{path} cannot be read (psi=1 switches it on)")
+    found = f"some task waited for a CPU {match[1]} % of the last 10 s"
+    return Fact(name, float(match[1]) > PRESSURE_PERCENT, found, f"{path}: {PRESSURE_PERCENT} %")
 
 
 def _available_nbytes(system: System) -> int | None:

@@ -7,7 +7,7 @@ import os
 import stat
 from collections.abc import Sequence
 
-from headrace.bindings.posix import Files
+from headrace.bindings.posix import Files, FileStatus
 from headrace.errors import ShortRead, SourceChanged
 from headrace.memory.alignment import align_down
 
@@ -53,6 +53,11 @@ class Source:
     def nbytes(self) -> int:
         """Size when it was opened, in bytes."""
         return self._opened.nbytes
+
+    @property
+    def identity(self) -> FileStatus:
+        """Which file it was, with which size and times, when it was opened."""
+        return self._opened
 
     @property
     def owner_uid(self) -> int:

@@ -10,14 +10,23 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from headrace.testing.fake_cuda import FakeCuda, FakeDeviceArray
+from headrace.testing.fake_array import FakeDeviceArray
+from headrace.testing.fake_cuda import FakeCuda
+from headrace.testing.fake_cufile import FakeCuFile
 from headrace.testing.faulty_files import FaultyFiles
 
 if TYPE_CHECKING:
     from headrace.testing.engine_suite import EngineSuite
     from headrace.testing.format_suite import FormatSuite
 
-__all__ = ["EngineSuite", "FakeCuda", "FakeDeviceArray", "FaultyFiles", "FormatSuite"]
+__all__ = [
+    "EngineSuite",
+    "FakeCuFile",
+    "FakeCuda",
+    "FakeDeviceArray",
+    "FaultyFiles",
+    "FormatSuite",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -6,18 +6,19 @@ import ctypes
 import itertools
 import math
 import mmap
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from headrace.bindings.cuda import LEGACY_STREAM, Copy
 from headrace.errors import DeviceError
 
 POISON = 0xA5
-"""Byte that fills a new `FakeDeviceArray`."""
+"""Byte that fills a new `headrace.testing.FakeDeviceArray`."""
 
 
 @dataclass(slots=True, eq=False)
@@ -29,6 +30,7 @@ class _Block:
     device: int | None
     owner: mmap.mmap | None = None
     alive: bool = True
+    read_only: bool = False
 
     def __str__(self) -> str:
         where = "pinned" if self.device is None else f"device {self.device}"
@@ -88,6 +90,8 @@ class FakeCuda:
     ----------
     pinned_nbytes, peak_pinned_nbytes : int
         Page-locked bytes that are held now, and the most that ever were.
+    mapped_nbytes : int
+        Bytes of files that are registered read-only now.
     copies, copied_nbytes, pending_copies : int
         Copies that ran, their bytes, and copies that are queued and have not run.
     pageable_copies : int
@@ -103,7 +107,7 @@ class FakeCuda:
         pinned_limit_nbytes: int | None = None,
         fail_copy_at: int | None = None,
     ) -> None:
-        self.pinned_nbytes = self.peak_pinned_nbytes = 0
+        self.pinned_nbytes = self.peak_pinned_nbytes = self.mapped_nbytes = 0
         self.copies = self.copied_nbytes = self.pending_copies = self.pageable_copies = 0
         self.errors: list[str] = []
         self._devices = devices
@@ -138,6 +142,11 @@ class FakeCuda:
             self._refuse("cudaGetDevice", "cudaErrorNoDevice", 100, "there are 0 devices")
         return int(getattr(self._thread, "device", 0))
 
+    def device_attribute(self, name: str, device: int) -> int:
+        """See `Cuda.device_attribute`; a fake device can do everything, and is not integrated."""
+        self._check_device("cudaDeviceGetAttribute", device)
+        return int("Integrated" not in name)
+
     def set_device(self, device: int) -> None:
         """See `Cuda.set_device`."""
         self._check_device("cudaSetDevice", device)
@@ -148,7 +157,7 @@ class FakeCuda:
         with self._lock:
             return next((block.device for block in self._find_met(pointer, 1)), None)
 
-    def register_host(self, pointer: int, nbytes: int) -> None:
+    def register_host(self, pointer: int, nbytes: int, *, read_only: bool = False) -> None:
         """See `Cuda.register_host`."""
         call = "cudaHostRegister"
         self._check_nbytes(call, nbytes)
@@ -156,18 +165,25 @@ class FakeCuda:
             if self._find_met(pointer, nbytes):
                 what = f"[{pointer:#x}, {pointer + nbytes:#x}) meets memory that CUDA knows"
                 self._refuse(call, "cudaErrorHostMemoryAlreadyRegistered", 712, what)
-            wanted = self.pinned_nbytes + nbytes
+            wanted = self.pinned_nbytes + self.mapped_nbytes + nbytes
             if wanted > self._pinned_limit:
                 what = f"{nbytes} bytes make it {wanted}, above the limit {self._pinned_limit}"
                 self._refuse(call, "cudaErrorMemoryAllocation", 2, what, misuse=False)
-            self._blocks[pointer] = _Block(pointer, nbytes, None)
-            self.pinned_nbytes = wanted
-            self.peak_pinned_nbytes = max(self.peak_pinned_nbytes, wanted)
+            self._blocks[pointer] = _Block(pointer, nbytes, None, read_only=read_only)
+            if read_only:
+                self.mapped_nbytes += nbytes
+                return
+            self.pinned_nbytes += nbytes
+            self.peak_pinned_nbytes = max(self.peak_pinned_nbytes, self.pinned_nbytes)
 
     def unregister_host(self, pointer: int) -> None:
         """See `Cuda.unregister_host`."""
         with self._lock:
-            self.pinned_nbytes -= self._remove_block("cudaHostUnregister", pointer, pinned=True)
+            block = self._remove_block("cudaHostUnregister", pointer, pinned=True)
+            if block.read_only:
+                self.mapped_nbytes -= block.nbytes
+            else:
+                self.pinned_nbytes -= block.nbytes
 
     def device_alloc(self, nbytes: int, device: int = 0) -> int:
         """Allocate memory of `device` and return its address; its bytes are zero."""
@@ -291,7 +307,7 @@ class FakeCuda:
             if block is not None and not block.alive:
                 what = f"{block} was freed while a queued copy of {copy[2]} bytes names it"
                 self._refuse("cudaMemcpyAsync", "cudaErrorIllegalAddress", 700, what)
-        ctypes.memmove(*copy)
+        _move(*copy, of_file=blocks[-1] is not None and blocks[-1].read_only)
         self.copies += 1
         self.copied_nbytes += copy[2]
 
@@ -300,14 +316,14 @@ class FakeCuda:
         if nbytes < 1:
             self._refuse(call, "cudaErrorInvalidValue", 1, f"{nbytes} bytes; at least 1 is wanted")
 
-    def _remove_block(self, call: str, pointer: int, *, pinned: bool) -> int:
+    def _remove_block(self, call: str, pointer: int, *, pinned: bool) -> _Block:
         block = self._blocks.get(pointer)
         if block is None or (block.device is None) != pinned:
             what = f"{pointer:#x} is not the start of live memory of this kind"
             self._refuse(call, "cudaErrorInvalidValue", 1, what)
         block.alive = False
         del self._blocks[pointer]
-        return block.nbytes
+        return block
 
     def _find_met(self, pointer: int, nbytes: int) -> list[_Block]:
         return [block for block in self._blocks.values() if block.meets(pointer, nbytes)]
@@ -360,40 +376,14 @@ class FakeCuda:
         raise DeviceError(message)
 
 
-class FakeDeviceArray:
-    """Bytes on a device of a `FakeCuda`, filled with `POISON`, to be the end of a transfer.
-
-    An array of 0 bytes has no memory; `stream` is what ``__cuda_array_interface__`` tells the
-    reader to wait for, None for nothing.
-    """
-
-    def __init__(
-        self, cuda: FakeCuda, nbytes: int, device: int = 0, stream: int | None = None
-    ) -> None:
-        self.pointer = cuda.device_alloc(nbytes, device) if nbytes else 0
-        self.nbytes = nbytes
-        self.stream = stream
-        self._cuda = cuda
-        self.fill(POISON)
-
-    @property
-    def __cuda_array_interface__(self) -> dict[str, Any]:
-        memory = {"shape": (self.nbytes,), "data": (self.pointer, False)}
-        return {"version": 3, "typestr": "|u1", "stream": self.stream, **memory}
-
-    def view(self, offset: int, nbytes: int) -> FakeDeviceArray:
-        """Part of this array, in the same memory; ValueError where it is not inside."""
-        if not 0 <= offset <= offset + nbytes <= self.nbytes:
-            raise ValueError(f"view of bytes [{offset}, {offset + nbytes}) of {self.nbytes}")
-        part = FakeDeviceArray(self._cuda, 0, stream=self.stream)
-        part.pointer, part.nbytes = (self.pointer + offset if nbytes else 0), nbytes
-        return part
-
-    def tobytes(self) -> bytes:
-        """Bytes that it holds now; copies that are still queued do not run."""
-        return self._cuda.device_bytes(self.pointer, self.nbytes) if self.nbytes else b""
-
-    def fill(self, value: int) -> None:
-        """Set every byte to `value` now, past every stream."""
-        if self.nbytes:
-            self._cuda.device_write(self.pointer, bytes([value]) * self.nbytes)
+def _move(destination: int, source: int, nbytes: int, *, of_file: bool) -> None:
+    """Copy bytes; out of a mapped file through the kernel, which a truncation cannot kill."""
+    if not of_file:
+        ctypes.memmove(destination, source, nbytes)
+        return
+    with open("/proc/self/mem", "rb", buffering=0) as memory:
+        try:
+            data = os.pread(memory.fileno(), nbytes, source)
+        except OSError:  # past the end of a file that is shorter by now: CUDA copies old pages
+            data = b""
+    ctypes.memmove(destination, data.ljust(nbytes, b"\0"), nbytes)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import NoReturn
 
-from headrace.bindings.posix import DirectAlignment, Files, FileStatus, PosixFiles
+from headrace.bindings.posix import DirectAlignment, Files, FileStatus, Mapping, PosixFiles
 from headrace.memory.alignment import align_down
 
 _SECTOR_NBYTES = 512
@@ -64,6 +64,8 @@ class FaultyFiles:
     """Bytes read through the page cache."""
     direct_nbytes: int = field(default=0, init=False)
     """Bytes read with O_DIRECT."""
+    mapped_nbytes: int = field(default=0, init=False)
+    """Bytes mapped for a GPU to read."""
     reads: int = field(default=0, init=False)
     """Calls of `preadv`, failed ones too."""
     opens: int = field(default=0, init=False)
@@ -79,8 +81,8 @@ class FaultyFiles:
 
     @property
     def nbytes_read(self) -> int:
-        """Bytes read in total."""
-        return self.buffered_nbytes + self.direct_nbytes
+        """Bytes read in total, and bytes mapped for the GPU to read."""
+        return self.buffered_nbytes + self.direct_nbytes + self.mapped_nbytes
 
     @property
     def open_descriptors(self) -> tuple[int, ...]:
@@ -133,6 +135,18 @@ class FaultyFiles:
         with self._lock:
             self.forgotten_nbytes += nbytes
         self.inner.forget(fd, file_offset, nbytes)
+
+    def map_shared(self, fd: int, file_offset: int, nbytes: int) -> Mapping:
+        """See `Files.map_shared`; it counts as a read of the range, with a read's faults."""
+        path, _ = self._find(fd)
+        stop = file_offset + nbytes
+        if self.eio_at is not None and file_offset <= self.eio_at < stop:
+            _refuse(errno.EIO, f"mmap of [{file_offset}, {stop})")
+        mapping = self.inner.map_shared(fd, file_offset, nbytes)
+        with self._lock:
+            self.mapped_nbytes += nbytes
+            self._change(path)
+        return mapping
 
     def expect_random(self, fd: int) -> None:
         """See `Files.expect_random`."""

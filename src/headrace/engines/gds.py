@@ -1,0 +1,254 @@
+"""GDS engine: cuFile reads straight into memory of the GPU, by whatever way it finds.
+
+Which way that was, only its statistics tell: where nvidia-fs and P2PDMA are absent, it reads
+through host memory and says nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from headrace.bindings.cuda import Cuda
+from headrace.bindings.cufile import CuFile
+from headrace.bindings.cufile_values import Counters
+from headrace.engines.base import Cargo, Jobs, Stats, Tally, run_workers, total
+from headrace.engines.lanes import Lanes, streams_of
+from headrace.errors import DeviceError, RouteUnavailable, ShortRead
+from headrace.memory.alignment import align_up
+from headrace.memory.buffer import Buffer
+from headrace.memory.registrations import Registrations
+from headrace.options import PAGE_NBYTES
+from headrace.planning.plan import Piece, Rejection
+from headrace.storage.source import Source
+from headrace.types import Route
+
+REQUEST_NBYTES = 16 << 20
+"""Most bytes that cuFile asks of the driver at a time (1.20); larger reads are cut there."""
+
+REGISTER_NBYTES = 1 << 20
+"""Buffers below this go through cuFile's bounce buffers, which are as large."""
+
+COMPATIBILITY = "gds (cuFile compatibility mode)"
+"""What the report calls the route where cuFile read through host memory."""
+
+
+class GdsEngine:
+    """`Engine` for destinations on a GPU, through cuFile.
+
+    Made anew for each transfer, since it says afterwards how that one went.
+
+    Parameters
+    ----------
+    cufile
+        The calls to make; its driver is open.
+    cuda, lanes
+        For ordering the reads after work on the buffers' streams.
+    registrations
+        Where buffers are registered for direct transfers; None reads into them as they are.
+    strict
+        Raise, where a buffer cannot be registered or cuFile did not read directly.
+    request_nbytes
+        Most bytes of one read, if `Cargo.block_nbytes` is not more.
+
+    Attributes
+    ----------
+    compatibility : bool
+        After `run`: cuFile served the bytes through host memory.
+    downgrades : list[Rejection]
+        After `run`: what did not go as the route promises, and what would change it.
+    """
+
+    route = Route.GDS
+
+    def __init__(
+        self,
+        cufile: CuFile,
+        cuda: Cuda,
+        lanes: Lanes,
+        *,
+        registrations: Registrations | None = None,
+        strict: bool = False,
+        request_nbytes: int = REQUEST_NBYTES,
+    ) -> None:
+        self.compatibility = False
+        self.downgrades: list[Rejection] = []
+        self._unregistered = registrations is None
+        self._cufile = cufile
+        self._cuda = cuda
+        self._lanes = lanes
+        self._registrations = registrations
+        self._strict = strict
+        self._request_nbytes = request_nbytes
+
+    def run(self, cargo: Cargo) -> Stats:
+        """See `Engine.run`.
+
+        Raises
+        ------
+        RouteUnavailable
+            `strict`, and it did not go directly.
+        """
+        cargo = replace(cargo, block_nbytes=self._block_nbytes(cargo))
+        before = self._cufile.read_counters()
+        with contextlib.ExitStack() as stack:
+            handles = stack.enter_context(self._handles(cargo))
+            self._wait_for_streams(cargo.buffers)
+            for buffer in self._worth_registering(cargo, before):
+                stack.enter_context(self._registered(buffer))
+            tallies = self._read_all(cargo, handles)
+        after = self._cufile.read_counters()
+        evidence = self._judge(before, after)
+        unaligned = any(tally.unaligned_nbytes for tally in tallies)
+        bounced = self.compatibility or self._unregistered or unaligned
+        bounce = "cuFile's own buffers" if bounced else ""
+        stats = total(self.route, tallies, evidence, bounce)
+        mode = COMPATIBILITY if self.compatibility else ""
+        return replace(stats, mode=mode, downgrades=tuple(self.downgrades))
+
+    def _read_all(self, cargo: Cargo, handles: dict[int, int]) -> list[Tally]:
+        device = cargo.buffers[0].device.index
+
+        def work(jobs: Jobs, tally: Tally) -> None:
+            with self._lanes.on_device(device):
+                while (job := jobs.take()) is not None:
+                    index = job.transfer.source
+                    began = time.perf_counter()
+                    for piece in job.pieces():
+                        self._read(cargo, handles[index], cargo.sources[index], piece)
+                        tally.moved_nbytes += piece.nbytes
+                        tally.unaligned_nbytes += _unaligned_nbytes(piece, cargo.buffers)
+                    tally.read_seconds += time.perf_counter() - began
+
+        return run_workers(work, cargo)
+
+    def _read(self, cargo: Cargo, handle: int, source: Source, piece: Piece) -> None:
+        """Read one piece, going on after short counts until it is whole."""
+        buffer, done = cargo.buffers[piece.buffer], 0
+        while done < piece.nbytes:
+            place = piece.buffer_offset + done
+            try:
+                count = self._cufile.read(
+                    handle, buffer.pointer, piece.nbytes - done, piece.file_offset + done, place
+                )
+            except InterruptedError:
+                continue
+            except OSError as error:
+                error.filename = source.path
+                raise
+            if count == 0:
+                source.verify_unchanged()  # a file that was truncated explains it
+                raise _ended(source, piece, done)
+            done += count
+
+    def _block_nbytes(self, cargo: Cargo) -> int:
+        """Bytes of one request: large, but with something to do for every worker."""
+        share = align_up(-(-cargo.nbytes // cargo.workers), cargo.block_nbytes)
+        return max(cargo.block_nbytes, min(self._request_nbytes, share))
+
+    @contextlib.contextmanager
+    def _handles(self, cargo: Cargo) -> Iterator[dict[int, int]]:
+        """Register each source of the cargo once, and forget it afterwards."""
+        with contextlib.ExitStack() as stack:
+            handles = {}
+            for index in dict.fromkeys(transfer.source for transfer in cargo.transfers):
+                fd = stack.enter_context(_descriptor(cargo.sources[index]))
+                handles[index] = self._register(fd)
+                stack.callback(self._cufile.deregister_handle, handles[index])
+            yield handles
+
+    def _register(self, fd: int) -> int:
+        """Register a file; nothing was moved yet where that fails, and another route may serve."""
+        try:
+            return self._cufile.register_handle(fd)
+        except DeviceError as error:
+            raise RouteUnavailable(f"route 'gds' cannot serve: {error}") from error
+
+    def _wait_for_streams(self, buffers: Sequence[Buffer]) -> None:
+        """Let work end that was queued before and may use the buffers: cuFile knows no stream."""
+        streams = streams_of(buffers)
+        with self._lanes.borrow(buffers[0].device.index, ()) as lane:
+            for stream in streams:
+                self._cuda.record_event(lane.event, stream)
+                self._cuda.synchronize_event(lane.event)
+
+    def _worth_registering(self, cargo: Cargo, before: Counters | None) -> list[Buffer]:
+        """Large buffers, unless all reads of this process went through host memory so far."""
+        if self._registrations is None or (before is not None and before.compatibility):
+            return []
+        used = {p.buffer for transfer in cargo.transfers for p in transfer.pieces}
+        buffers = [cargo.buffers[index] for index in sorted(used)]
+        self._unregistered |= any(buffer.nbytes < REGISTER_NBYTES for buffer in buffers)
+        return [buffer for buffer in buffers if buffer.nbytes >= REGISTER_NBYTES]
+
+    @contextlib.contextmanager
+    def _registered(self, buffer: Buffer) -> Iterator[None]:
+        """Have a buffer registered; say so where there was no room for it on the GPU."""
+        registrations = self._registrations
+        if registrations is None:
+            yield
+            return
+        owner = buffer.owner[0] if isinstance(buffer.owner, tuple) else buffer.owner
+        with registrations.borrow(buffer.pointer, buffer.nbytes, owner) as held:
+            self._unregistered |= not held
+            if not held and registrations.failure is not None:
+                self._downgrade(
+                    f"buffers are not registered, so cuFile bounces: {registrations.failure}",
+                    "register less, or free the GPU's BAR1",
+                )
+            yield
+
+    def _judge(self, before: Counters | None, after: Counters | None) -> str:
+        """Say from the difference of two counts which way the bytes went."""
+        if before is None or after is None:
+            return "cuFileRead into the GPU; nobody counts which way it goes"
+        done = after - before
+        if done.compatibility:
+            self.compatibility = True
+            self._downgrade(
+                f"{COMPATIBILITY}: it read through host memory",
+                "headrace doctor tells what nvidia-fs or P2PDMA lack here",
+            )
+            return f"{COMPATIBILITY}; {done.describe_reads()}"
+        return done.describe_reads()
+
+    def _downgrade(self, why: str, remedy: str) -> None:
+        rejection = Rejection(self.route, why, remedy)
+        if self._strict:
+            raise RouteUnavailable(f"strict=True forbids a downgrade: {rejection}")
+        if rejection not in self.downgrades:
+            self.downgrades.append(rejection)
+
+
+def _unaligned_nbytes(piece: Piece, buffers: Sequence[Buffer]) -> int:
+    """Bytes of a piece if cuFile cannot read it as it is, else 0."""
+    address = buffers[piece.buffer].pointer + piece.buffer_offset
+    return piece.nbytes if (piece.file_offset | piece.nbytes | address) % PAGE_NBYTES else 0
+
+
+@contextlib.contextmanager
+def _descriptor(source: Source) -> Iterator[int]:
+    """Open a source once more with O_DIRECT, which cuFile likes best; else its own descriptor."""
+    files, fd = source.files, None
+    with contextlib.suppress(OSError):
+        fd = files.open(source.path, direct=True)
+    if fd is None:
+        yield source.fd
+        return
+    try:
+        ours, named = files.status(source.fd), files.status(fd)
+        if (ours.device, ours.inode) != (named.device, named.inode):
+            source.verify_unchanged()
+        yield fd
+    finally:
+        files.close(fd)
+
+
+def _ended(source: Source, piece: Piece, done: int) -> ShortRead:
+    return ShortRead(
+        f"{source.path}: cuFileRead found the end of the file at byte {piece.file_offset + done}, "
+        f"but bytes up to {piece.file_stop} were wanted; ask for fewer bytes, or check that the "
+        "file is whole"
+    )

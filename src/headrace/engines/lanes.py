@@ -1,0 +1,113 @@
+"""Lanes: the streams that workers put their copies on, kept between transfers."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+import weakref
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from headrace.bindings.cuda import Cuda
+from headrace.memory.buffer import Buffer
+
+DEPTH = 2
+"""Streams of one lane: while one carries copies, the next ones are prepared. A third gained
+nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """What one worker orders its copies with."""
+
+    streams: tuple[int, ...]
+    """CUDA streams, used in turn."""
+    event: int
+    """For ordering the streams after other work."""
+
+
+class Lanes:
+    """Lanes of one context, for all of its devices.
+
+    Parameters
+    ----------
+    cuda
+        The calls to make.
+    """
+
+    def __init__(self, cuda: Cuda) -> None:
+        self._cuda = cuda
+        self._spare: dict[int, list[Lane]] = {}
+        self._lock = threading.Lock()
+        self._destroy = weakref.finalize(self, _destroy, cuda, self._spare)
+        self._destroy.atexit = False  # the process takes all of it along, the driver included
+
+    @contextlib.contextmanager
+    def borrow(self, device: int, after: Iterable[int]) -> Iterator[Lane]:
+        """A lane for one worker, on `device`, ordered after what is queued on other streams now.
+
+        Within the block, the device is the thread's current one. On the way out, nothing is under
+        way on the lane.
+        """
+        with self.on_device(device):
+            with self._lock:
+                spare = self._spare.setdefault(device, [])
+                lane = spare.pop() if spare else None
+            lane = lane or self._create()
+            try:
+                self._follow(lane, after)
+                yield lane
+            finally:
+                self._drain(lane)
+                with self._lock:
+                    spare.append(lane)
+
+    @contextlib.contextmanager
+    def on_device(self, device: int) -> Iterator[None]:
+        """Make a device the thread's current one, and its own again on the way out."""
+        before = self._cuda.current_device()
+        self._cuda.set_device(device)
+        try:
+            yield
+        finally:
+            if before != device:
+                self._cuda.set_device(before)
+
+    def close(self) -> None:
+        """Destroy the streams; no lane may be borrowed. Safe to call again."""
+        self._destroy()
+
+    def _follow(self, lane: Lane, after: Iterable[int]) -> None:
+        for stream in after:
+            self._cuda.record_event(lane.event, stream)
+            for follower in lane.streams:
+                self._cuda.wait_event(follower, lane.event)
+
+    def _drain(self, lane: Lane) -> None:
+        with contextlib.ExitStack() as stack:  # each stream, even when the driver fails for one
+            for stream in lane.streams:
+                stack.callback(self._cuda.synchronize_stream, stream)
+
+    def _create(self) -> Lane:
+        with contextlib.ExitStack() as undo:
+            streams = []
+            for _ in range(DEPTH):
+                streams.append(self._cuda.create_stream())
+                undo.callback(self._cuda.destroy_stream, streams[-1])
+            lane = Lane(tuple(streams), self._cuda.create_event())
+            undo.pop_all()
+        return lane
+
+
+def streams_of(buffers: Iterable[Buffer]) -> tuple[int, ...]:
+    """Streams whose queued work may still use the buffers, each once."""
+    return tuple({buffer.stream for buffer in buffers if buffer.stream is not None})
+
+
+def _destroy(cuda: Cuda, spare: dict[int, list[Lane]]) -> None:
+    for lane in itertools.chain.from_iterable(spare.values()):
+        cuda.destroy_event(lane.event)
+        for stream in lane.streams:
+            cuda.destroy_stream(stream)
+    spare.clear()

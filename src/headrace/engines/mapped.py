@@ -1,0 +1,132 @@
+"""Mapped engine: the GPU copies straight out of the page cache, without the CPU.
+
+A window of the file is mapped, its resident pages are registered with the GPU, and the copies read
+them where they lie. One thread does this: the driver serialises registrations, and more threads
+are slower (FACTS). The CPU never touches the mapping, so that a file which is truncated meanwhile
+cannot kill the process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+from headrace.bindings.cuda import Cuda
+from headrace.engines.base import Cargo, Job, Jobs, Stats, Tally, run_workers, total
+from headrace.engines.lanes import Lane, Lanes, streams_of
+from headrace.errors import DeviceError, RouteUnavailable
+from headrace.memory.alignment import align_down, align_up
+from headrace.memory.mappings import Mappings, Window, WindowKey
+from headrace.options import PAGE_NBYTES
+from headrace.types import Route
+
+WINDOW_NBYTES = 256 << 20
+"""Bytes registered at a time; 64 and 128 MiB were slower."""
+
+
+class MappedEngine:
+    """`Engine` for destinations on a GPU, out of the page cache.
+
+    Parameters
+    ----------
+    cuda
+        The calls to make.
+    lanes
+        Where the streams come from.
+    mappings
+        Where the windows come from, and go to.
+    """
+
+    route = Route.MAPPED
+
+    def __init__(self, cuda: Cuda, lanes: Lanes, mappings: Mappings) -> None:
+        self._cuda = cuda
+        self._lanes = lanes
+        self._mappings = mappings
+
+    def run(self, cargo: Cargo) -> Stats:
+        """See `Engine.run`.
+
+        Raises
+        ------
+        RouteUnavailable
+            Not even the first window can be registered; nothing was moved.
+        """
+        device, streams = cargo.buffers[0].device.index, streams_of(cargo.buffers)
+        counts = {"registered": 0, "kept": 0}
+
+        def work(jobs: Jobs, tally: Tally) -> None:
+            in_use: list[Window] = []
+            # The lane is drained before the windows left by a failure are released.
+            with self._releasing(in_use), self._lanes.borrow(device, streams) as lane:
+                for stream in itertools.cycle(lane.streams):
+                    job = jobs.take()
+                    if job is None:
+                        break
+                    window = self._take_or_make_room(cargo, job, in_use, lane, tally)
+                    in_use.append(window)
+                    counts["kept" if window.kept else "registered"] += 1
+                    copies = job.copies(cargo.buffers, window.pointer - window.key.start)
+                    self._cuda.copy_to_device(copies, stream)
+                    tally.moved_nbytes += sum(nbytes for _, _, nbytes in copies)
+                self._finish(in_use, lane)
+
+        tallies = run_workers(work, replace(cargo, workers=1, block_nbytes=WINDOW_NBYTES))
+        windows = ", ".join(f"{count} {how}" for how, count in counts.items() if count)
+        return total(self.route, tallies, f"the GPU read the page cache itself; windows: {windows}")
+
+    def _take_or_make_room(
+        self, cargo: Cargo, job: Job, in_use: list[Window], lane: Lane, tally: Tally
+    ) -> Window:
+        """A window around a job; where no more can be registered, in place of all others."""
+        try:
+            return self._take(cargo, job, tally)
+        except DeviceError as error:
+            self._finish(in_use, lane)
+            self._mappings.close()
+            try:
+                return self._take(cargo, job, tally)
+            except DeviceError:
+                if tally.moved_nbytes:
+                    raise
+                raise RouteUnavailable(f"route 'mapped' cannot serve: {error}") from error
+
+    def _take(self, cargo: Cargo, job: Job, tally: Tally) -> Window:
+        """A window around a job, cut like that of any other load of the same bytes."""
+        source = cargo.sources[job.transfer.source]
+        stop = min(align_up(job.stop, PAGE_NBYTES), source.nbytes)
+        key = WindowKey(source.identity, align_down(job.start, PAGE_NBYTES), stop)
+        began = time.perf_counter()
+        try:
+            window = self._mappings.take(source.fd, key)
+        except (ValueError, OSError, DeviceError) as error:
+            source.verify_unchanged()  # a file that was truncated explains it better
+            if isinstance(error, OSError):
+                error.filename = source.path
+            raise
+        tally.read_seconds += time.perf_counter() - began
+        return window
+
+    def _finish(self, in_use: list[Window], lane: Lane) -> None:
+        """Sleep until all copies are done, and give the windows back.
+
+        Not before: to release one window while another is copied makes the driver wait, and
+        costs a third of the speed.
+        """
+        for stream in lane.streams:
+            self._cuda.record_event(lane.event, stream)
+            self._cuda.synchronize_event(lane.event)
+        while in_use:
+            self._mappings.give_back(in_use.pop(0))
+
+    @contextlib.contextmanager
+    def _releasing(self, in_use: list[Window]) -> Iterator[None]:
+        """Release, on the way out, the windows that a failure left in use."""
+        try:
+            yield
+        finally:
+            while in_use:
+                self._mappings.drop(in_use.pop())

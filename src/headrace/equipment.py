@@ -1,0 +1,232 @@
+"""Equipment: the drivers, pools and sessions that one context's engines work with."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from headrace.bindings.cuda import Cuda, CudaRuntime
+from headrace.bindings.cufile import CuFile
+from headrace.bindings.posix import DirectAlignment, Files, PosixFiles
+from headrace.bindings.sysfs import Linux, System
+from headrace.engines.base import Engine
+from headrace.engines.cached import CachedEngine
+from headrace.engines.direct import DirectEngine
+from headrace.engines.gds import GdsEngine
+from headrace.engines.gds_session import GdsLease, GdsSession, process_session
+from headrace.engines.host import HostEngine
+from headrace.engines.lanes import Lanes
+from headrace.engines.mapped import MappedEngine
+from headrace.engines.ring import Ring
+from headrace.errors import RouteUnavailable
+from headrace.memory.mappings import Mappings
+from headrace.memory.pinned import PinnedPool
+from headrace.options import Options
+from headrace.probing.cufile_config import probe_cufile_config
+from headrace.probing.devices import find_gpus, probe_attributes
+from headrace.probing.examination import Instruments, examine
+from headrace.probing.fact import Fact
+from headrace.probing.gds import probe_nvidia_fs, probe_p2pdma
+from headrace.probing.gpu import probe_gpu
+from headrace.types import Device, Route
+
+
+@dataclass(frozen=True, slots=True)
+class Bindings:
+    """The foreign calls; what is None is the real one, loaded when it is first needed."""
+
+    files: Files = field(default_factory=PosixFiles)
+    """Calls on files."""
+    system: System = field(default_factory=Linux)
+    """Text files of the kernel."""
+    cuda: Cuda | None = None
+    """The CUDA runtime."""
+    cufile: CuFile | None = None
+    """NVIDIA's cuFile."""
+    cufile_environment: Mapping[str, str] = field(default_factory=dict)
+    """The ``CUFILE_*`` variables of the process."""
+
+
+class Equipment:
+    """Makes what an engine needs when it is first needed, keeps it, and releases it in `close`.
+
+    Parameters
+    ----------
+    bindings
+        The foreign calls.
+    options
+        Budgets.
+    """
+
+    def __init__(self, bindings: Bindings, options: Options) -> None:
+        self.bindings = bindings
+        self._options = options
+        self._cuda = bindings.cuda
+        self._gpus: dict[int, Fact] = {}
+        self._mapping: dict[int, Fact] = {}
+        self._lanes: Lanes | None = None
+        self._ring: Ring | None = None
+        self._mappings: Mappings | None = None
+        self._session: GdsSession | None = None
+        self._lease: GdsLease | None = None
+        self._gds_way: Fact | None = None
+        self._gds_volumes: dict[int, Fact] = {}
+        self._lock = threading.RLock()
+
+    def load_cuda(self) -> Cuda:
+        """The CUDA bindings.
+
+        Raises
+        ------
+        ImportError
+            ``cuda.bindings`` is not installed.
+        """
+        with self._lock:
+            if self._cuda is None:
+                self._cuda = CudaRuntime()
+            return self._cuda
+
+    def gpu_fact(self, index: int) -> Fact:
+        """Whether a CUDA device can be used."""
+        if index not in self._gpus:
+            self._gpus[index] = probe_gpu(self.load_cuda, index)
+        return self._gpus[index]
+
+    def mapping_fact(self, index: int) -> Fact:
+        """Whether a CUDA device can read registered pages of a file."""
+        if index not in self._mapping:
+            wanted = ("host registration", "read-only host registration")
+            found = [f for f in probe_attributes(self.load_cuda, index) if f.name in wanted]
+            against = [fact for fact in found if fact.holds is not True]
+            self._mapping[index] = (against or found)[0]
+        return self._mapping[index]
+
+    def gds_fact(self, path: str, forced: bool) -> Fact:
+        """Whether cuFile can serve a file: without the CPU or, where it is forced, at all.
+
+        Only a forced route opens the driver; otherwise the doctor's facts decide.
+        """
+        if forced:
+            return self._forced_gds_fact()
+        if self._gds_way is None:
+            self._gds_way = self._find_gds_way()
+        if self._gds_way.holds is not True:
+            return self._gds_way
+        volume = self.bindings.files.path_status(path).device
+        if volume not in self._gds_volumes:
+            verdicts = {each.route: each for each in examine(path, self.instruments()).routes}
+            gds = verdicts[Route.GDS]
+            self._gds_volumes[volume] = Fact(
+                "GPUDirect Storage", gds.available, gds.why, "headrace doctor", gds.remedy
+            )
+        return self._gds_volumes[volume]
+
+    def prepare_ring(self, device: int) -> str | None:
+        """Get a first page-locked block; why there is none, or None when all is well."""
+        return self._borrow_ring().prepare(device)
+
+    def engine(self, route: Route, device: Device, alignments: Sequence[DirectAlignment]) -> Engine:
+        """The engine of a route.
+
+        Raises
+        ------
+        RouteUnavailable
+            No engine serves that destination by that route.
+        """
+        if route is Route.HOST:
+            return HostEngine()
+        if route is Route.DIRECT:
+            return DirectEngine(alignments, None if device.is_host else self._borrow_ring())
+        if device.is_host:
+            raise RouteUnavailable(f"no engine moves bytes to {device} by the route {route}")
+        if route is Route.CACHED:
+            return CachedEngine(self._borrow_ring())
+        cuda, lanes = self.load_cuda(), self._borrow_lanes()
+        if route is Route.MAPPED:
+            return MappedEngine(cuda, lanes, self._borrow_mappings())
+        lease = self._borrow_lease()
+        strict = self._options.strict
+        return GdsEngine(
+            lease.cufile, cuda, lanes, registrations=lease.registrations, strict=strict
+        )
+
+    @property
+    def pinned_nbytes(self) -> int:
+        """Page-locked bytes held now."""
+        return self._ring.pool.nbytes if self._ring else 0
+
+    @property
+    def mapped_nbytes(self) -> int:
+        """File bytes that stay registered now, and cannot be reclaimed."""
+        return self._mappings.nbytes if self._mappings else 0
+
+    def close(self) -> None:
+        """Release everything; nothing may be under way. Safe to call again."""
+        with self._lock:
+            owned = (self._lease, self._mappings, self._ring, self._lanes)
+            self._lease = self._mappings = self._ring = self._lanes = None
+        for each in owned:
+            if each is not None:
+                each.close()
+
+    def instruments(self) -> Instruments:
+        """What the doctor looks with."""
+        return Instruments(
+            self.bindings.system,
+            self.bindings.files,
+            self.load_cuda,
+            self.bindings.cufile_environment,
+        )
+
+    def _find_gds_way(self) -> Fact:
+        """nvidia-fs or else P2PDMA; looked for once, since both need root and a new start."""
+        system = self.bindings.system
+        nvidia_fs = {fact.name: fact for fact in probe_nvidia_fs(system)}["nvidia-fs"]
+        if nvidia_fs.holds is True:
+            return nvidia_fs
+        config = probe_cufile_config(system, self.bindings.cufile_environment)
+        models = tuple(gpu.model for gpu in find_gpus(system) if gpu.model)
+        p2pdma = probe_p2pdma(system, config, models)[0]
+        return p2pdma if p2pdma.holds is True else nvidia_fs
+
+    def _forced_gds_fact(self) -> Fact:
+        try:
+            self._borrow_lease()
+        except RouteUnavailable as error:
+            remedy = "headrace doctor tells what cuFile lacks here"
+            return Fact("cuFile", False, str(error), "cuFileDriverOpen", remedy)
+        return Fact("cuFile", True, "the driver is open", "cuFileDriverOpen")
+
+    def _borrow_lanes(self) -> Lanes:
+        with self._lock:
+            if self._lanes is None:
+                self._lanes = Lanes(self.load_cuda())
+            return self._lanes
+
+    def _borrow_ring(self) -> Ring:
+        options = self._options
+        with self._lock:
+            if self._ring is None:
+                pool = PinnedPool(self.load_cuda(), options.block_nbytes, options.pinned_nbytes)
+                self._ring = Ring(self.load_cuda(), self._borrow_lanes(), pool)
+            return self._ring
+
+    def _borrow_mappings(self) -> Mappings:
+        budget = self._options.mapped_nbytes
+        with self._lock:
+            if self._mappings is None:
+                self._mappings = Mappings(self.load_cuda(), self.bindings.files, budget)
+            return self._mappings
+
+    def _borrow_lease(self) -> GdsLease:
+        with self._lock:
+            if self._session is None:
+                given = self.bindings.cufile
+                self._session = process_session() if given is None else GdsSession(given)
+            reason = self._session.refusal()
+            if reason is not None:  # also with a lease in hand: it may come from before a fork
+                raise RouteUnavailable(f"route 'gds' cannot serve: {reason}")
+            if self._lease is None:
+                self._lease = self._session.lease()
+            return self._lease

@@ -1,0 +1,163 @@
+"""EngineSuite on the route gds, over FakeCuFile in each of its modes."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from headrace.context import Context
+from headrace.errors import DeviceError, RouteUnavailable
+from headrace.probing.fact import Fact
+from headrace.reading import read_into
+from headrace.testing import EngineSuite, FakeCuda, FakeDeviceArray, FaultyFiles
+from headrace.testing.engine_suite import BLOCK, SMALL
+from headrace.testing.fake_cuda import POISON
+from headrace.testing.fake_cufile import FakeCuFile, Mode
+from headrace.testing.faulty_files import pages_where
+
+pytestmark = pytest.mark.skipif(
+    "cufile" not in inspect.signature(Context.__init__).parameters,
+    reason="Context does not take cufile= yet",
+)
+
+
+class FakeGds(EngineSuite):
+    __test__ = False
+    route = "gds"
+    unfit_route = "host"
+    mode: ClassVar[Mode] = "p2p"
+    lead = 3
+
+    def setup_method(self) -> None:
+        self.cuda = FakeCuda()
+        self.cufiles: list[FakeCuFile] = []
+        self.codes: dict[str, int] = {}
+        self.stream: int | None = None
+        self.whole: dict[int, FakeDeviceArray] = {}
+
+    def make_context(self, **arguments: Any) -> Context:
+        files = arguments.get("files")
+        self.cufiles.append(FakeCuFile(self.cuda, files, mode=self.mode, codes=self.codes))
+        return Context(**arguments, cuda=self.cuda, cufile=self.cufiles[-1])
+
+    def make_buffer(self, nbytes: int) -> FakeDeviceArray:
+        whole = FakeDeviceArray(self.cuda, nbytes + 2 * self.lead, stream=self.stream)
+        part = whole.view(self.lead, nbytes)
+        self.whole[id(part)] = whole
+        return part
+
+    def read_back(self, buffer: FakeDeviceArray) -> bytes:
+        whole = self.whole[id(buffer)].tobytes()
+        guard = bytes([POISON]) * self.lead
+        assert (whole[: self.lead], whole[self.lead + buffer.nbytes :]) == (guard, guard)
+        return buffer.tobytes()
+
+    def check_released(self, context: Context) -> None:
+        super().check_released(context)
+        for cufile in self.cufiles:
+            assert (cufile.handles, cufile.buffers, cufile.driver_uses) == ({}, {}, 0)
+            assert cufile.errors == []
+        assert (self.cuda.live_streams, self.cuda.live_events) == (0, 0)
+        assert (self.cuda.pinned_nbytes, self.cuda.errors) == (0, [])
+
+    def test_route_around_the_page_cache_reads_nothing_through_it(self, tmp_path: Path) -> None:
+        path = tmp_path / "file"
+        path.write_bytes(os.urandom(20 * BLOCK + 700))
+        with self.open_context() as (context, files):
+            self.check_read(context, path, 3)
+        # cuFile gets a descriptor with O_DIRECT where the file system has that, else an ordinary.
+        assert 0 in (files.buffered_nbytes, files.direct_nbytes)
+
+    def test_report_says_what_the_statistics_say(self, tmp_path: Path) -> None:
+        path = tmp_path / "file"
+        path.write_bytes(os.urandom(9 * BLOCK))
+        with self.open_context() as (context, _):
+            report = self.check_read(context, path)
+        (observed,) = report.to_dict()["observed"]
+        assert "cuFile statistics" in observed["evidence"]
+        assert ("compatibility mode" in observed["evidence"]) is (self.mode == "compat")
+
+    def test_user_work_queued_before_the_read_comes_first(self, tmp_path: Path) -> None:
+        path = tmp_path / "file"
+        path.write_bytes(b"\x01" * 9 * BLOCK)
+        self.stream = self.cuda.create_stream()
+        buffer = self.make_buffer(9 * BLOCK)
+        self.cuda.enqueue_on(self.stream, lambda: buffer.fill(0))
+        with self.make_context(options=SMALL) as context:
+            read_into(buffer, path, route=self.route, context=context)
+        assert set(self.read_back(buffer)) == {1}
+
+    @pytest.mark.parametrize("call", ["cuFileRead", "cuFileHandleRegister"])
+    def test_failed_call_is_a_device_error_and_the_context_stays_usable(
+        self, tmp_path: Path, call: str
+    ) -> None:
+        path = tmp_path / "file"
+        path.write_bytes(os.urandom(9 * BLOCK))
+        self.codes = {call: 5011}
+        with self.open_context() as (context, files):
+            with pytest.raises(
+                (DeviceError, RouteUnavailable), match=rf"{call} failed: .*\(5011\)"
+            ):
+                self.check_read(context, path)
+            assert not files.open_descriptors
+            self.cufiles[-1].codes.clear()
+            self.check_read(context, path)
+
+    def test_two_contexts_serve_side_by_side(self, tmp_path: Path) -> None:
+        path = tmp_path / "file"
+        path.write_bytes(os.urandom(9 * BLOCK))
+        with self.make_context(options=SMALL) as first:
+            with self.make_context(options=SMALL) as second:
+                self.check_read(first, path)
+                self.check_read(second, path)
+            self.check_read(first, path)
+
+
+class TestGds(FakeGds):
+    pass
+
+
+class TestGdsThroughNvidiaFs(FakeGds):
+    mode = "nvfs"
+
+
+class TestGdsInCompatibilityMode(FakeGds):
+    mode = "compat"
+
+
+class TestGdsAligned(FakeGds):
+    lead = 0
+
+
+def test_context_that_holds_the_driver_is_refused_after_a_fork(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, cuda = tmp_path / "file", FakeCuda()
+    path.write_bytes(os.urandom(BLOCK))
+    with Context(SMALL, cuda=cuda, cufile=FakeCuFile(cuda)) as context:
+        read_into(FakeDeviceArray(cuda, BLOCK), path, route="gds", context=context)
+        with monkeypatch.context() as forked:
+            forked.setattr(os, "getpid", lambda: -1)
+            with pytest.raises(RouteUnavailable, match="forked"):
+                read_into(FakeDeviceArray(cuda, BLOCK), path, route="gds", context=context)
+
+
+def test_gds_that_fails_before_the_first_byte_leaves_the_load_to_the_ring(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, cuda = tmp_path / "file", FakeCuda()
+    path.write_bytes(os.urandom(20 << 20))
+    yes = Fact("GPUDirect Storage", True, "made up", "made up")
+    monkeypatch.setattr("headrace.equipment.Equipment.gds_fact", lambda *_: yes)
+    cufile = FakeCuFile(cuda, codes={"cuFileHandleRegister": 5027})
+    files = FaultyFiles(resident=pages_where(lambda _: False))
+    array = FakeDeviceArray(cuda, 20 << 20)
+    with Context(cuda=cuda, cufile=cufile, files=files) as context:
+        report = read_into(array, path, context=context)
+    assert array.tobytes() == path.read_bytes()
+    assert [str(each.route) for each in report.observed] == ["cached"]
+    assert any("5027" in each.why for each in report.rejected)
