@@ -18,8 +18,8 @@ from safetensors.numpy import save_file
 
 import headrace as hr
 import headrace.numpy as hn
-from headrace.context import parse_route
 from headrace.observers import Observers
+from headrace.planning.route import parse_route
 from headrace.survey import want_checkpoint
 from headrace.testing import FakeCuda, FakeDeviceArray, FaultyFiles
 from headrace.testing.faulty_files import pages_where

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import subprocess
+import sys
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -131,6 +133,15 @@ def test_example_runs_and_gives_the_right_bytes(
         wanted = (folder / "data.bin").read_bytes()[4097 : 4097 + (1 << 20)]
         assert _to_host(names["buffer"]).tobytes() == wanted
         assert names["report"].nbytes == 1 << 20
+
+
+def test_example_of_a_suite_passes(tmp_path: Path) -> None:
+    (code,) = [code for _, code in _blocks("README.md", "python") if "EngineSuite" in code]
+    (tmp_path / "test_mine.py").write_text(code, encoding="utf-8")
+    command = (sys.executable, "-m", "pytest", "-q", "--color=no", "test_mine.py")
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"\d\d passed", done.stdout)
 
 
 @pytest.mark.parametrize("framework", ["torch", "cupy", "numpy"])

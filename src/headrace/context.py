@@ -17,7 +17,7 @@ from headrace.bindings.posix import Files, PosixFiles
 from headrace.bindings.sysfs import Linux, System
 from headrace.engines.base import Cargo, Engine, Stats
 from headrace.equipment import Bindings, Equipment
-from headrace.errors import RouteUnavailable
+from headrace.errors import RouteUnavailable, SourceChanged
 from headrace.formats.catalog import TensorSpec
 from headrace.memory.buffer import Buffer
 from headrace.observers import Observers, process_observers
@@ -25,6 +25,7 @@ from headrace.options import Options
 from headrace.planning.effort import choose_workers
 from headrace.planning.plan import Plan, Rejection
 from headrace.planning.planner import make_plan
+from headrace.planning.route import parse_route
 from headrace.probing.examination import Instruments
 from headrace.probing.fact import Fact
 from headrace.probing.machine import storage_read_nbytes
@@ -67,6 +68,8 @@ class Context:
         Told of each `Report`; by default those of the process, which `headrace.trace` uses.
     """
 
+    _process = -1
+
     def __init__(
         self,
         options: Options | None = None,
@@ -85,9 +88,8 @@ class Context:
         )
         self._equipment = Equipment(self.bindings, self.options)
         self._warned: set[Rejection] = set()
-        self._under_way: list[int] = []  # threads that have transfers under way
         self._closed = False
-        self._changed = threading.Condition()
+        self._forget_parent()
 
     @classmethod
     def default(cls) -> Context:
@@ -115,8 +117,9 @@ class Context:
         RuntimeError
             It is called from within a transfer (a progress callback), which it would wait for.
         """
+        self._forget_parent()
         with self._changed:
-            if threading.get_ident() in self._under_way:
+            if threading.get_ident() in self._under_way.values():
                 raise RuntimeError("close() within a transfer would wait for itself; call it after")
             self._closed = True
             self._changed.wait_for(lambda: not self._under_way)
@@ -184,7 +187,7 @@ class Context:
                 stats, plan = self._run(plan, found, buffers, device, progress, forced)
             with watch.stage("verify"):
                 for source in sources:
-                    source.verify_unchanged()
+                    self._verify(source)
             held = (self._equipment.pinned_nbytes, self._equipment.mapped_nbytes)
         report = make_report(want.label, device, plan, stats, watch, held)
         self._publish(report, plan.downgrades)
@@ -274,24 +277,32 @@ class Context:
                 engine = self._equipment.engine(route, device, alignments)
                 stats.append(self._observe(engine, cargo))
             except RouteUnavailable as error:
-                plan = self._without(plan, route, error, forced)
-                engine = self._equipment.engine(Route.CACHED, device, alignments)
+                rejection = self._reject(route, error, forced)
+                taken = _instead_of(route, found)
+                plan = plan.rerouted(rejection, taken)
+                engine = self._equipment.engine(taken, device, alignments)
                 stats.append(self._observe(engine, cargo))
             for downgrade in stats[-1].downgrades:
                 plan = plan.warned(downgrade)
         return stats, plan
 
-    def _without(
-        self, plan: Plan, route: Route, error: RouteUnavailable, forced: Route | None
-    ) -> Plan:
-        """The plan with the ring in place of a route that moved nothing; else the error itself."""
+    def _reject(self, route: Route, error: RouteUnavailable, forced: Route | None) -> Rejection:
+        """Why a route could not serve after all; the error itself where no other may take over."""
         remedies = {
             Route.MAPPED: "raise the limit of locked memory (ulimit -l)",
             Route.GDS: "headrace doctor tells what cuFile lacks here",
         }
         if route not in remedies or forced is not None or self.options.strict:
             raise error
-        return plan.downgraded(Rejection(route, str(error), remedies[route]))
+        why = str(error).removeprefix(f"route {str(route)!r} cannot serve: ")
+        return Rejection(route, why, remedies[route])
+
+    def _verify(self, source: Source) -> None:
+        try:
+            source.verify_unchanged()
+        except SourceChanged:
+            self._equipment.forget_file(source.identity)
+            raise
 
     def _observe(self, engine: Engine, cargo: Cargo) -> Stats:
         """Run an engine, and add to its evidence what the kernel says of storage meanwhile."""
@@ -307,16 +318,25 @@ class Context:
     @contextlib.contextmanager
     def _use(self) -> Iterator[None]:
         """Keep the context open until a transfer has ended."""
-        with self._changed:
-            if self._closed:
-                raise ValueError("the context is closed; make a new one for further transfers")
-            self._under_way.append(threading.get_ident())
+        self._forget_parent()
+        transfer = object()
         try:
+            with self._changed:
+                if self._closed:
+                    raise ValueError("the context is closed; make a new one for further transfers")
+                self._under_way[transfer] = threading.get_ident()
             yield
         finally:
             with self._changed:
-                self._under_way.remove(threading.get_ident())
+                self._under_way.pop(transfer, None)
                 self._changed.notify_all()
+
+    def _forget_parent(self) -> None:
+        """In a forked child: its parent's threads are not here to end their transfers."""
+        if self._process != os.getpid():
+            self._process = os.getpid()
+            self._under_way: dict[object, int] = {}  # threads, by their transfers
+            self._changed = threading.Condition()
 
     def _publish(self, report: Report, downgrades: tuple[Rejection, ...]) -> None:
         logger = logging.getLogger("headrace")
@@ -349,21 +369,10 @@ def read_cufile_environment() -> dict[str, str]:
     return {name: os.environ[name] for name in os.environ if name.startswith("CUFILE_")}
 
 
-def parse_route(route: str) -> Route | None:
-    """Read a route's name; None for "auto".
-
-    Raises
-    ------
-    ValueError
-        No such route.
-    """
-    if route == "auto":
-        return None
-    try:
-        return Route(route)
-    except ValueError:
-        names = ", ".join(["auto", *Route])
-        raise ValueError(f"route {route!r} does not exist; choose one of {names}") from None
+def _instead_of(route: Route, found: Survey) -> Route:
+    """What takes over from a route that could not serve after all."""
+    opens_direct = all(volume.direct.holds is True for volume in found.volumes)
+    return Route.DIRECT if route is Route.GDS and opens_direct else Route.CACHED
 
 
 def _shifted(progress: Progress, before: int, total: int) -> Callable[[int], None]:

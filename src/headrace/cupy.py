@@ -111,7 +111,7 @@ def read(
     path: PathLike,
     *,
     dtype: Any = None,
-    shape: Sequence[int] | None = None,
+    shape: int | Sequence[int] | None = None,
     file_offset: int = 0,
     nbytes: int | None = None,
     device: Any = None,

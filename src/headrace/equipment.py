@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from headrace.bindings.cuda import Cuda, CudaRuntime
 from headrace.bindings.cufile import CuFile
-from headrace.bindings.posix import DirectAlignment, Files, PosixFiles
+from headrace.bindings.posix import DirectAlignment, Files, FileStatus, PosixFiles
 from headrace.bindings.sysfs import Linux, System
 from headrace.engines.base import Engine
 from headrace.engines.cached import CachedEngine
@@ -161,6 +161,11 @@ class Equipment:
         """File bytes that stay registered now, and cannot be reclaimed."""
         return self._mappings.nbytes if self._mappings else 0
 
+    def forget_file(self, identity: FileStatus) -> None:
+        """Release what is kept of a file that changed while it was read."""
+        if self._mappings is not None:
+            self._mappings.forget_file(identity)
+
     def close(self) -> None:
         """Release everything; nothing may be under way. Safe to call again."""
         with self._lock:
@@ -195,7 +200,8 @@ class Equipment:
             self._borrow_lease()
         except RouteUnavailable as error:
             remedy = "headrace doctor tells what cuFile lacks here"
-            return Fact("cuFile", False, str(error), "cuFileDriverOpen", remedy)
+            found = str(error).removeprefix("route 'gds' cannot serve: ")
+            return Fact("cuFile", False, found, "cuFileDriverOpen", remedy)
         return Fact("cuFile", True, "the driver is open", "cuFileDriverOpen")
 
     def _borrow_lanes(self) -> Lanes:

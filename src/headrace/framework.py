@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import operator
 import os
 from collections.abc import Iterator, Sequence
@@ -70,7 +71,7 @@ def read(
     path: PathLike,
     *,
     dtype: Any = None,
-    shape: Sequence[int] | None = None,
+    shape: int | Sequence[int] | None = None,
     file_offset: int = 0,
     nbytes: int | None = None,
     device: Any = None,
@@ -81,13 +82,13 @@ def read(
     """Read one array; see ``headrace.torch.read`` for the parameters."""
     where = os.fspath(path)
     name = None if dtype is None else framework.dtype_name(dtype)
-    extent = None if shape is None else tuple(operator.index(axis) for axis in shape)
+    extent = None if shape is None else _axes(shape)
     first = operator.index(file_offset)
     length = None if nbytes is None else operator.index(nbytes)
 
     def describe(opened: Sequence[Source]) -> tuple[Catalog, ...]:
         if where.lower().endswith(".npy") and not first and length is None:
-            return (_agreeing(read_npy(where), name, extent),)
+            return (_agreeing(read_npy(where, opened[0].fd), name, extent),)
         return (
             describe_raw(
                 where,
@@ -117,13 +118,24 @@ def aligned_empty(framework: Framework[Array], nbytes: int, device: Any = None) 
     return part
 
 
+def _axes(shape: int | Sequence[int]) -> tuple[int, ...]:
+    try:
+        return (operator.index(shape),)  # type: ignore[arg-type]
+    except TypeError:
+        return tuple(operator.index(axis) for axis in shape)  # type: ignore[union-attr]
+
+
 def numpy_dtype_name(dtype: Any) -> str:
     """Name of a type given as a safetensors name, or as anything that ``np.dtype`` takes."""
     if isinstance(dtype, str) and not dtype.startswith(("<", ">", "|", "=", "[")):
         with contextlib.suppress(FormatError):
             itembits(dtype)
             return dtype
-    return dtype_name(np.dtype(dtype))
+    try:
+        return dtype_name(np.dtype(dtype))
+    except TypeError:
+        importlib.import_module("ml_dtypes")  # which tells NumPy of bfloat16 and the fp8 types
+        return dtype_name(np.dtype(dtype))
 
 
 def _load(

@@ -111,7 +111,7 @@ def read(
     path: PathLike,
     *,
     dtype: Any = None,
-    shape: Sequence[int] | None = None,
+    shape: int | Sequence[int] | None = None,
     file_offset: int = 0,
     nbytes: int | None = None,
     device: Any = None,
@@ -217,7 +217,8 @@ class _NumPy:
     def empty(self, spec: TensorSpec, device: Device) -> NDArray[Any]:
         from headrace.formats.dtypes import numpy_dtype
 
-        return np.empty(spec.shape, numpy_dtype(spec.dtype), order=spec.order)
+        # np.empty would make one-byte strings of empty ones.
+        return np.ndarray(spec.shape, numpy_dtype(spec.dtype), order=spec.order)
 
     def pointer(self, array: NDArray[Any]) -> int:
         return int(array.__array_interface__["data"][0])

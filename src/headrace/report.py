@@ -122,9 +122,9 @@ class Report:
         # A reason that nobody can act on (a wrong kind of destination, say) stays in the dict.
         reasons = "".join(f"; {r.route}: {r.why}" for r in self.rejected if r.remedy)
         return (
-            f"{_one_line(self.source)} -> {self.device}  {format_nbytes(self.nbytes)} in "
+            f"{one_line(self.source)} -> {self.device}  {format_nbytes(self.nbytes)} in "
             f"{_three_digits(self.seconds)} s ({_three_digits(self.gb_per_s)} GB/s) "
-            f"{routes}{_one_line(reasons)}"
+            f"{routes}{one_line(reasons)}"
         )
 
     def _repr_html_(self) -> str:
@@ -168,7 +168,7 @@ class Explanation:
     def __str__(self) -> str:
         routes = " + ".join(f"{p.route} {format_nbytes(p.nbytes)} ({p.why})" for p in self.planned)
         reasons = "".join(f"; {rejection}" for rejection in self.rejected)
-        return f"{_one_line(self.source)} -> {self.device}  {routes or 'nothing to move'}{reasons}"
+        return f"{one_line(self.source)} -> {self.device}  {routes or 'nothing to move'}{reasons}"
 
 
 class Stopwatch:
@@ -288,7 +288,7 @@ def _three_digits(value: float) -> str:
     return f"{value:.3g}" if value < 999.5 else f"{value:.0f}"
 
 
-def _one_line(text: str) -> str:
+def one_line(text: str) -> str:
     """Text without line breaks or control characters: a path may hold them, and forge a record."""
     return (
         text

@@ -103,8 +103,8 @@ def want_checkpoint(source: SourceLike, names: Sequence[str] | None = None) -> W
     chosen = None if names is None else frozenset(names)
     label, paths = name_source(source), find_files(source)
 
-    def describe(_: Sequence[Source]) -> tuple[Catalog, ...]:
-        catalogs = read_checkpoint(source)
+    def describe(opened: Sequence[Source]) -> tuple[Catalog, ...]:
+        catalogs = read_checkpoint(source, {each.path: each.fd for each in opened})
         if tuple(catalog.path for catalog in catalogs) != paths:
             what = "files came or went while it was read; read it again once it is at rest"
             raise SourceChanged(errno.ESTALE, what, label)
@@ -127,7 +127,7 @@ def want_any(source: SourceLike, *, raw: bool = False) -> Want:
     if raw:
         return Want(path, (path,), lambda opened: (describe_raw(path, opened[0].nbytes),))
     if isinstance(source, (str, os.PathLike)) and path.lower().endswith(".npy"):
-        return Want(path, (path,), lambda _: (read_npy(path),))
+        return Want(path, (path,), lambda opened: (read_npy(path, opened[0].fd),))
     return want_checkpoint(source)
 
 
@@ -164,7 +164,9 @@ def select(
         return tuple(catalog.tensors for catalog in catalogs)
     known = {spec.name for catalog in catalogs for spec in catalog.tensors}
     if missing := sorted(names - known):
-        raise KeyError(f"no tensor named {', '.join(missing)} in the file; it has {len(known)}")
+        files = ", ".join(catalog.path for catalog in catalogs)
+        some = ", ".join(sorted(known)[:5]) + (", ..." if len(known) > 5 else "")
+        raise KeyError(f"no tensor named {', '.join(missing)} in {files}; there are {some}")
     return tuple(
         tuple(spec for spec in catalog.tensors if spec.name in names) for catalog in catalogs
     )

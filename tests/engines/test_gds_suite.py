@@ -146,7 +146,7 @@ def test_context_that_holds_the_driver_is_refused_after_a_fork(
                 read_into(FakeDeviceArray(cuda, BLOCK), path, route="gds", context=context)
 
 
-def test_gds_that_fails_before_the_first_byte_leaves_the_load_to_the_ring(
+def test_gds_that_fails_before_the_first_byte_leaves_the_load_to_direct_reads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, cuda = tmp_path / "file", FakeCuda()
@@ -159,5 +159,6 @@ def test_gds_that_fails_before_the_first_byte_leaves_the_load_to_the_ring(
     with Context(cuda=cuda, cufile=cufile, files=files) as context:
         report = read_into(array, path, context=context)
     assert array.tobytes() == path.read_bytes()
-    assert [str(each.route) for each in report.observed] == ["cached"]
+    assert [str(each.route) for each in report.observed] == ["direct"]
+    assert "direct" not in {str(each.route) for each in report.rejected}
     assert any("5027" in each.why for each in report.rejected)

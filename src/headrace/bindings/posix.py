@@ -33,6 +33,8 @@ class FileStatus:
     """``st_size``, in bytes."""
     mtime_ns: int
     """Time of the last change of the bytes, in nanoseconds."""
+    ctime_ns: int
+    """Time of the last change of bytes or attributes, in nanoseconds; nobody can set it."""
     mode: int
     """``st_mode``: kind and permissions."""
     uid: int
@@ -217,6 +219,7 @@ def _file_status(status: os.stat_result) -> FileStatus:
         inode=status.st_ino,
         nbytes=status.st_size,
         mtime_ns=status.st_mtime_ns,
+        ctime_ns=status.st_ctime_ns,
         mode=status.st_mode,
         uid=status.st_uid,
     )

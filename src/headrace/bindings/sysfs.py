@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 from dataclasses import dataclass, field
 from typing import Protocol
+
+_MOST_NBYTES = 64 << 20
 
 
 class System(Protocol):
@@ -36,8 +39,10 @@ class Linux:
     def read(self, path: str) -> str | None:
         """See `System.read`."""
         try:
+            if not stat.S_ISREG(os.stat(path).st_mode):
+                return None  # a pipe would keep us waiting, a device never end
             with open(path, "rb", buffering=0) as file:
-                return file.read().decode("utf-8", "surrogateescape")
+                return file.read(_MOST_NBYTES).decode("utf-8", "surrogateescape")
         except OSError:  # some files of /sys answer EIO or ENODEV: nothing can be read there
             return None
 

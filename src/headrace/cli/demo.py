@@ -209,11 +209,13 @@ def _unwinding_on_sigterm() -> Iterator[None]:
     def stop(number: int, _frame: FrameType | None) -> None:
         raise SystemExit(128 + number)
 
-    before = signal.signal(signal.SIGTERM, stop)
+    ends = (signal.SIGTERM, signal.SIGHUP)
+    before = [signal.signal(number, stop) for number in ends]
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in zip(ends, before, strict=True):
+            signal.signal(number, handler)
 
 
 def require_right_bytes(result: DemoResult) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import traceback
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from contextlib import contextmanager
 import typer
 
 from headrace.errors import HeadraceError
+from headrace.report import one_line
 
 _FAILED, _INTERRUPTED = 1, 130
 
@@ -48,8 +50,8 @@ def describe(error: Exception) -> str:
     if isinstance(error, KeyError) and error.args:
         text = str(error.args[0])  # str() of a KeyError is the repr of its message
     elif isinstance(error, OSError) and error.filename and error.strerror:
-        text = f"{error.filename}: {error.strerror}"
-    text = " ".join(text.split()) or type(error).__name__
+        text = f"{one_line(os.fspath(error.filename))}: {error.strerror}"
+    text = one_line(" ".join(text.split())) or type(error).__name__
     if isinstance(error, _EXPECTED):
         return text
     return f"{type(error).__name__}: {text} (unexpected; --debug shows the traceback)"

@@ -33,7 +33,7 @@ def show_progress(*, rate: bool = True) -> Iterator[Meter]:
         Add GB/s since the last call with 0 moved bytes; for work that is more than moving bytes
         it would mislead.
     """
-    if not sys.stderr.isatty():
+    if sys.stderr is None or not sys.stderr.isatty():
         yield quiet
         return
     with _open_bar() as progress:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from headrace.cli.demo import DemoResult
 from headrace.cli.demo_bench import Row
 from headrace.cli.load import LoadResult
-from headrace.report import Explanation, Report, format_nbytes
+from headrace.report import Explanation, Report, format_nbytes, one_line
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -134,7 +134,7 @@ def _tensor_table(tensors: Sequence[Mapping[str, Any]]) -> Table:
     table = _table("tensor", "dtype", "shape", "bytes", "file offset", "file")
     for tensor in tensors:
         table.add_row(
-            tensor["name"],
+            one_line(tensor["name"]),
             tensor["dtype"],
             "x".join(str(n) for n in tensor["shape"]) or "scalar",
             str(tensor["nbytes"]),

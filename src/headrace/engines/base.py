@@ -284,25 +284,37 @@ def run_workers(work: Work, cargo: Cargo) -> list[Tally]:
 
 
 def _labour_together(crew: _Crew, count: int, on_progress: OnProgress | None) -> None:
-    threads = [threading.Thread(target=crew.labour, name="headrace") for _ in range(count)]
+    threads: list[threading.Thread] = []
     try:
-        for thread in threads:
-            thread.start()
-        crew.wait(count, on_progress)
-    except BaseException:
-        crew.stop()
-        _outlast_interrupts(crew)
-        raise
+        _start(threads, crew, count)
+        if threads:
+            crew.wait(len(threads), on_progress)
+        else:
+            crew.labour_here()
+    finally:
+        _end(crew)
     for thread in threads:
         thread.join()
 
 
-def _outlast_interrupts(crew: _Crew) -> None:
-    """Wait for those at work, through any number of Ctrl-C: they write into the caller's memory."""
+def _start(threads: list[threading.Thread], crew: _Crew, count: int) -> None:
+    """Start as many threads as the system gives; fewer are slower, and as good."""
+    for _ in range(count):
+        thread = threading.Thread(target=crew.labour, name="headrace")
+        try:
+            thread.start()
+        except RuntimeError:  # a limit of threads or memory, or the interpreter is ending
+            return
+        threads.append(thread)
+
+
+def _end(crew: _Crew) -> None:
+    """See to it that nobody is at work, whatever signals say: they write into others' memory."""
     while True:
         try:
+            crew.stop()
             return crew.wait(0, None)
-        except KeyboardInterrupt:  # the first one is under way to the caller already
+        except BaseException:  # noqa: BLE001 (one is under way to the caller already)
             continue
 
 

@@ -33,7 +33,8 @@ class CachedEngine:
 
 def _fill(sources: Sequence[Source], job: Job, block: Block) -> int:
     source = sources[job.transfer.source]
+    clean = job.transfer.keep_clean and source.holds_nothing(job.start, job.stop)
     source.read([block.view[: job.stop - job.start]], job.start)
-    if job.transfer.keep_clean:
+    if clean:
         source.forget(job.start, job.stop)
     return job.start

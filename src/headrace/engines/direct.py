@@ -16,6 +16,7 @@ from headrace.engines.base import Cargo, Job, Jobs, Stats, Tally, run_workers, t
 from headrace.engines.ring import Ring
 from headrace.memory.alignment import align_down, align_up
 from headrace.memory.pinned import Block
+from headrace.options import PAGE_NBYTES
 from headrace.planning.plan import Piece
 from headrace.storage.source import Source
 from headrace.types import Route
@@ -68,10 +69,13 @@ class DirectEngine:
             source = cargo.sources[job.transfer.source]
             alignment = self._alignments[job.transfer.source]
             pieces = job.pieces()
+            if not pieces:  # a window inside a gap
+                continue
             began = time.perf_counter()
             if not _read_straight(cargo, source, job, pieces, alignment):
-                if bounce is None:
-                    bounce = map_pages(cargo.block_nbytes)
+                room = job.stop - job.start + 2 * alignment.offset
+                if bounce is None or len(bounce) < room:
+                    bounce = map_pages(align_up(room, PAGE_NBYTES))
                 first = _read_widened(source, job, alignment.offset, bounce)
                 _scatter(cargo, pieces, bounce, first)
                 tally.unaligned_nbytes += sum(piece.nbytes for piece in pieces)

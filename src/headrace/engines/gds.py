@@ -34,6 +34,9 @@ REGISTER_NBYTES = 1 << 20
 COMPATIBILITY = "gds (cuFile compatibility mode)"
 """What the report calls the route where cuFile read through host memory."""
 
+PARTLY = "gds (partly in cuFile compatibility mode)"
+"""The same, where it did so with some of its reads."""
+
 
 class GdsEngine:
     """`Engine` for destinations on a GPU, through cuFile.
@@ -56,7 +59,9 @@ class GdsEngine:
     Attributes
     ----------
     compatibility : bool
-        After `run`: cuFile served the bytes through host memory.
+        After `run`: cuFile served bytes through host memory.
+    mode : str
+        After `run`: what the report calls the route; "" for its own name.
     downgrades : list[Rejection]
         After `run`: what did not go as the route promises, and what would change it.
     """
@@ -74,6 +79,7 @@ class GdsEngine:
         request_nbytes: int = REQUEST_NBYTES,
     ) -> None:
         self.compatibility = False
+        self.mode = ""
         self.downgrades: list[Rejection] = []
         self._unregistered = registrations is None
         self._cufile = cufile
@@ -105,8 +111,7 @@ class GdsEngine:
         bounced = self.compatibility or self._unregistered or unaligned
         bounce = "cuFile's own buffers" if bounced else ""
         stats = total(self.route, tallies, evidence, bounce)
-        mode = COMPATIBILITY if self.compatibility else ""
-        return replace(stats, mode=mode, downgrades=tuple(self.downgrades))
+        return replace(stats, mode=self.mode, downgrades=tuple(self.downgrades))
 
     def _read_all(self, cargo: Cargo, handles: dict[int, int]) -> list[Tally]:
         device = cargo.buffers[0].device.index
@@ -191,7 +196,13 @@ class GdsEngine:
             yield
             return
         owner = buffer.owner[0] if isinstance(buffer.owner, tuple) else buffer.owner
-        with registrations.borrow(buffer.pointer, buffer.nbytes, owner) as held:
+        with contextlib.ExitStack() as stack:
+            try:
+                held = stack.enter_context(
+                    registrations.borrow(buffer.pointer, buffer.nbytes, owner)
+                )
+            except DeviceError as error:
+                raise RouteUnavailable(f"route 'gds' cannot serve: {error}") from error
             self._unregistered |= not held
             if not held and registrations.failure is not None:
                 self._downgrade(
@@ -205,14 +216,16 @@ class GdsEngine:
         if before is None or after is None:
             return "cuFileRead into the GPU; nobody counts which way it goes"
         done = after - before
-        if done.compatibility:
-            self.compatibility = True
-            self._downgrade(
-                f"{COMPATIBILITY}: it read through host memory",
-                "headrace doctor tells what nvidia-fs or P2PDMA lack here",
-            )
-            return f"{COMPATIBILITY}; {done.describe_reads()}"
-        return done.describe_reads()
+        reads = f"{done.describe_reads()} of the whole process meanwhile"
+        if not done.posix_reads:
+            return reads
+        self.compatibility = True
+        self.mode = COMPATIBILITY if done.compatibility else PARTLY
+        self._downgrade(
+            f"{self.mode}: it read through host memory",
+            "headrace doctor tells what nvidia-fs or P2PDMA lack here",
+        )
+        return f"{self.mode}; {reads}"
 
     def _downgrade(self, why: str, remedy: str) -> None:
         rejection = Rejection(self.route, why, remedy)

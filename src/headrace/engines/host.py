@@ -29,11 +29,12 @@ def _work(cargo: Cargo, jobs: Jobs, tally: Tally) -> None:
     while (job := jobs.take()) is not None:
         source = cargo.sources[job.transfer.source]
         pieces = job.pieces()
+        clean = job.transfer.keep_clean and source.holds_nothing(job.start, job.stop)
         began = time.perf_counter()
         read_pieces(source, pieces, cargo.buffers)
         tally.read_seconds += time.perf_counter() - began
         tally.moved_nbytes += sum(piece.nbytes for piece in pieces)
-        if job.transfer.keep_clean:
+        if clean:
             source.forget(job.start, job.stop)
 
 

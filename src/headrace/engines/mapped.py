@@ -53,7 +53,7 @@ class MappedEngine:
         Raises
         ------
         RouteUnavailable
-            Not even the first window can be registered; nothing was moved.
+            Not even one window can be registered; what was moved so far is void.
         """
         device, streams = cargo.buffers[0].device.index, streams_of(cargo.buffers)
         counts = {"registered": 0, "kept": 0}
@@ -90,8 +90,6 @@ class MappedEngine:
             try:
                 return self._take(cargo, job, tally)
             except DeviceError:
-                if tally.moved_nbytes:
-                    raise
                 raise RouteUnavailable(f"route 'mapped' cannot serve: {error}") from error
 
     def _take(self, cargo: Cargo, job: Job, tally: Tally) -> Window:

@@ -8,6 +8,7 @@ import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from headrace.errors import FormatError
 from headrace.formats.catalog import Catalog
@@ -64,7 +65,9 @@ def find_files(source: _PathText | Sequence[_PathText]) -> tuple[str, ...]:
     return _find_checkpoint(source).files
 
 
-def read_checkpoint(source: _PathText | Sequence[_PathText]) -> tuple[Catalog, ...]:
+def read_checkpoint(
+    source: _PathText | Sequence[_PathText], fds: Mapping[str, int] = MappingProxyType({})
+) -> tuple[Catalog, ...]:
     """Read what all files of a checkpoint hold; no payload is touched.
 
     Parameters
@@ -87,7 +90,7 @@ def read_checkpoint(source: _PathText | Sequence[_PathText]) -> tuple[Catalog, .
         As `find_files`; a file is missing.
     """
     found = _find_checkpoint(source)
-    catalogs = tuple(read_catalog(path) for path in found.files)
+    catalogs = tuple(read_catalog(path, fds.get(path)) for path in found.files)
     holder: dict[str, str] = {}
     for catalog in catalogs:
         for spec in catalog.tensors:

@@ -53,6 +53,7 @@ _NAME_OF_ML_DTYPE = MappingProxyType({text: name for name, text in _ML_DTYPES.it
 # A byte order or a list: without this rule a future "U4" would be read as NumPy's 4-letter string.
 _DESCRIPTOR_STARTS = ("<", ">", "|", "[")
 _MOST_NBYTES = 2**63 - 1
+_MOST_AXES = 64
 _NOT_A_DESCRIPTOR = (
     ValueError,
     TypeError,
@@ -114,6 +115,8 @@ def tensor_nbytes(name: str, shape: Sequence[int]) -> int:
         the axes of length 0 (so 2**62 x 8 x 0 is too long too).
     """
     bits = itembits(name)
+    if len(shape) > _MOST_AXES:
+        raise FormatError(f"shape of {len(shape)} axes; NumPy and torch take {_MOST_AXES} at most")
     if any(axis < 0 for axis in shape):
         raise FormatError(f"shape {_brief(shape)} has a negative axis")
     filled = math.prod(axis for axis in shape if axis) * bits

@@ -34,13 +34,15 @@ _REFUSALS = (
 _Header = tuple[tuple[int, ...], bool, np.dtype]
 
 
-def read_catalog(path: str) -> Catalog:
+def read_catalog(path: str, fd: int | None = None) -> Catalog:
     """Read what a .npy file holds; its payload is not touched and nothing is unpickled.
 
     Parameters
     ----------
     path
         The file: format version 1, 2 or 3.
+    fd
+        A descriptor of it; None opens the path.
 
     Returns
     -------
@@ -56,7 +58,7 @@ def read_catalog(path: str) -> Catalog:
     FileNotFoundError, PermissionError, IsADirectoryError
         As the operating system says.
     """
-    with open_regular(path) as file:
+    with open_regular(path, fd) as file:
         file_nbytes = os.fstat(file.fileno()).st_size
         # A bounded copy: a forged length of 4 GiB then allocates nothing.
         head = io.BytesIO(file.read(_HEAD_NBYTES))

@@ -23,8 +23,11 @@ _KINDS = (
 """First bytes in lower case. Never so few that a sound safetensors header length has them too."""
 
 
-def open_regular(path: str) -> BinaryIO:
+def open_regular(path: str, fd: int | None = None) -> BinaryIO:
     """Open a regular file for reading its header; the caller closes it.
+
+    With `fd`, it is the file behind that descriptor, whatever the path names by now: header and
+    payload must not come from two files.
 
     Nothing is read ahead: the kernel would draw megabytes of payload into the page cache (8 MiB
     where ``read_ahead_kb`` is 8192), and what is resident decides how the payload is read.
@@ -38,13 +41,16 @@ def open_regular(path: str) -> BinaryIO:
     FileNotFoundError, PermissionError
         As the operating system says.
     """
-    mode = os.stat(path).st_mode
+    name = path
+    if fd is not None and os.path.exists(f"/proc/self/fd/{fd}"):
+        name = f"/proc/self/fd/{fd}"
+    mode = os.stat(name).st_mode
     if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
         raise FormatError(
             f"{path} is no regular file but {stat.filemode(mode)}; "
             "copy its contents into a file first"
         )
-    file = open(path, "rb")  # noqa: SIM115 (the caller's to close)
+    file = open(name, "rb")  # noqa: SIM115 (the caller's to close)
     os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
     return file
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
 from types import MappingProxyType
@@ -18,13 +19,15 @@ _HEAD_NBYTES = 64
 _LONGEST_NBYTES = 100_000_000  # the library refuses longer headers
 
 
-def read_catalog(path: str) -> Catalog:
+def read_catalog(path: str, fd: int | None = None) -> Catalog:
     """Read what a safetensors file holds; its payload is not touched.
 
     Parameters
     ----------
     path
         The file.
+    fd
+        A descriptor of it; None opens the path.
 
     Returns
     -------
@@ -41,12 +44,14 @@ def read_catalog(path: str) -> Catalog:
     # Imported only when a file is read: `import headrace` must cost next to nothing.
     import safetensors
 
-    # backend="pread": a mapping would draw megabytes of payload into the page cache, and would kill
-    # the process if the file were truncated meanwhile.
-    head, file_nbytes = _read_head(path)
+    header, file_nbytes = _read_header(path, fd)
+    head = header[:_HEAD_NBYTES]
     payload = _LENGTH_NBYTES + int.from_bytes(head[:_LENGTH_NBYTES], "little")
     try:
-        with safetensors.safe_open(path, framework="np", backend="pread") as opened:
+        with (
+            _stand_in(header, file_nbytes) as name,
+            safetensors.safe_open(name, framework="np") as opened,
+        ):
             tensors = tuple(_place_tensors(opened, path, payload))
             metadata = MappingProxyType(dict(opened.metadata() or {}))
     except safetensors.SafetensorError as error:
@@ -63,20 +68,38 @@ def read_catalog(path: str) -> Catalog:
     return Catalog(path, tensors, metadata)
 
 
-def _read_head(path: str) -> tuple[bytes, int]:
-    """Read the first bytes, and the size of the file in bytes."""
-    with open_regular(path) as file:
+def _read_header(path: str, fd: int | None) -> tuple[bytes, int]:
+    """Read the length and the header that it announces, and the size of the file in bytes."""
+    with open_regular(path, fd) as file:
         file_nbytes = os.fstat(file.fileno()).st_size
         head = file.read(_HEAD_NBYTES)
-        # The rest of the header too, so that the library's own read finds it and reads no more.
         length = int.from_bytes(head[:_LENGTH_NBYTES], "little")
-        file.read(min(length, file_nbytes, _LONGEST_NBYTES))
+        rest = _LENGTH_NBYTES + min(length, file_nbytes, _LONGEST_NBYTES) - len(head)
+        header = head + file.read(max(rest, 0))
     if len(head) < _LENGTH_NBYTES:
         raise FormatError(
             f"{path} has {file_nbytes} bytes; a safetensors file starts with {_LENGTH_NBYTES} "
             f"bytes that tell the length of its header; {guess_kind(head)}"
         )
-    return head, file_nbytes
+    return header, file_nbytes
+
+
+@contextlib.contextmanager
+def _stand_in(header: bytes, file_nbytes: int) -> Iterator[str]:
+    """A file for the library: the header, and a hole in place of the payload.
+
+    The library maps what it opens. A mapping of the file itself would draw payload into the page
+    cache, would kill the process if the file were truncated meanwhile, and could be of another
+    file than the one whose payload is read.
+    """
+    fd = os.memfd_create("safetensors header")
+    try:
+        with open(fd, "wb", closefd=False) as copy:
+            copy.write(header)
+        os.ftruncate(fd, file_nbytes)
+        yield f"/proc/self/fd/{fd}"
+    finally:
+        os.close(fd)
 
 
 def _place_tensors(opened: Any, path: str, payload: int) -> Iterator[TensorSpec]:

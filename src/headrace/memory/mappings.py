@@ -5,12 +5,16 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from headrace.bindings.cuda import Cuda
 from headrace.bindings.posix import Files, FileStatus, Mapping
 from headrace.memory.alignment import align_up
 from headrace.options import PAGE_NBYTES
+
+MOST_WINDOWS = 1024
+"""Windows that are kept at most: each is a mapping, of which Linux gives a process 65,530."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +47,8 @@ class Window:
 
     @property
     def nbytes(self) -> int:
-        """Length."""
-        return self.key.stop - self.key.start
+        """Memory that is registered for it: whole pages."""
+        return align_up(self.key.stop - self.key.start, PAGE_NBYTES)
 
 
 class Mappings:
@@ -67,14 +71,14 @@ class Mappings:
         self._files = files
         self._budget = budget_nbytes
         self._kept: OrderedDict[WindowKey, Window] = OrderedDict()
+        self._nbytes = 0
         self._lock = threading.Lock()
         weakref.finalize(self, _drop_all, cuda, self._kept).atexit = False
 
     @property
     def nbytes(self) -> int:
         """Bytes of kept windows, which the kernel cannot reclaim."""
-        with self._lock:
-            return sum(window.nbytes for window in self._kept.values())
+        return self._nbytes
 
     def take(self, fd: int, key: WindowKey) -> Window:
         """A window for one user, kept from an earlier call or new.
@@ -88,14 +92,13 @@ class Mappings:
         """
         self.forget_older(key.identity)
         with self._lock:
-            kept = self._kept.pop(key, None)
+            kept = self._pop(key)
         if kept is not None:
             return replace(kept, kept=True)
         mapping = self._files.map_shared(fd, key.start, key.stop - key.start)
         window = Window(key, mapping)
         try:
-            whole_pages = align_up(window.nbytes, PAGE_NBYTES)
-            self._cuda.register_host(window.pointer, whole_pages, read_only=True)
+            self._cuda.register_host(window.pointer, window.nbytes, read_only=True)
         except BaseException:
             mapping.close()
             raise
@@ -108,9 +111,11 @@ class Mappings:
             if window.key in self._kept or window.nbytes > self._budget:
                 leaving.append(window)
             else:
-                self._kept[window.key] = window
-                while sum(each.nbytes for each in self._kept.values()) > self._budget:
-                    leaving.append(self._kept.popitem(last=False)[1])
+                self._kept[window.key] = replace(window, kept=False)
+                self._nbytes += window.nbytes
+                while self._nbytes > self._budget or len(self._kept) > MOST_WINDOWS:
+                    oldest = self._pop(next(iter(self._kept)))
+                    leaving.extend([] if oldest is None else [oldest])
         for each in leaving:
             _drop(self._cuda, each)
 
@@ -120,21 +125,30 @@ class Mappings:
 
     def forget_older(self, identity: FileStatus) -> None:
         """Release kept windows of the same file in another state: they may hold old bytes."""
-        same = (identity.device, identity.inode)
+        self._forget(lambda kept: _same_file(kept, identity) and kept != identity)
+
+    def forget_file(self, identity: FileStatus) -> None:
+        """Release every kept window of a file."""
+        self._forget(lambda kept: _same_file(kept, identity))
+
+    def _forget(self, is_stale: Callable[[FileStatus], bool]) -> None:
         with self._lock:
-            stale = [
-                key
-                for key in self._kept
-                if (key.identity.device, key.identity.inode) == same and key.identity != identity
-            ]
-            windows = [self._kept.pop(key) for key in stale]
+            stale = [key for key in self._kept if is_stale(key.identity)]
+            windows = [self._pop(key) for key in stale]
         for window in windows:
-            _drop(self._cuda, window)
+            if window is not None:
+                _drop(self._cuda, window)
+
+    def _pop(self, key: WindowKey) -> Window | None:
+        window = self._kept.pop(key, None)
+        self._nbytes -= window.nbytes if window else 0
+        return window
 
     def close(self) -> None:
         """Release every window that is kept; those in use stay. Safe to call again."""
         with self._lock:
             _drop_all(self._cuda, self._kept)
+            self._nbytes = 0
 
 
 def _drop(cuda: Cuda, window: Window) -> None:
@@ -145,3 +159,7 @@ def _drop(cuda: Cuda, window: Window) -> None:
 def _drop_all(cuda: Cuda, kept: OrderedDict[WindowKey, Window]) -> None:
     while kept:
         _drop(cuda, kept.popitem()[1])
+
+
+def _same_file(one: FileStatus, other: FileStatus) -> bool:
+    return (one.device, one.inode) == (other.device, other.inode)

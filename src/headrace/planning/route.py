@@ -18,6 +18,23 @@ SMALL_NBYTES = 16 << 20
 it costs a millisecond or two, even on the fastest disks."""
 
 
+def parse_route(route: str) -> Route | None:
+    """Read a route's name; None for "auto".
+
+    Raises
+    ------
+    ValueError
+        No such route.
+    """
+    if route == "auto":
+        return None
+    try:
+        return Route(route)
+    except ValueError:
+        names = ", ".join(["auto", *Route])
+        raise ValueError(f"route {route!r} does not exist; choose one of {names}") from None
+
+
 @dataclass(frozen=True, slots=True)
 class FileSystemRule:
     """How bytes that are not resident are best read from some kinds of file system."""
@@ -238,7 +255,8 @@ def _not_preferred(
         others[buffered] = Rejection(buffered, "slower for bytes that are not resident", remedy)
     if first is Route.CACHED and not device.is_host:
         slower = "a third to a half slower than the ring, at a fifth of its CPU time"
-        others[Route.MAPPED] = Rejection(Route.MAPPED, slower, "")
+        remedy = "Options(policy='cpu') takes it"
+        others[Route.MAPPED] = Rejection(Route.MAPPED, slower, remedy)
     del others[first]
     return others
 

@@ -49,12 +49,12 @@ class CufileConfig:
     @property
     def allows_compat(self) -> bool:
         """Whether cuFile may serve through POSIX; its default is that it may."""
-        return bool(self.properties.get("allow_compat_mode", True))
+        return self.properties.get("allow_compat_mode", True) is True
 
     @property
     def uses_p2pdma(self) -> bool:
         """Whether P2PDMA is switched on; its default is off."""
-        return bool(self.properties.get("use_pci_p2pdma", False))
+        return self.properties.get("use_pci_p2pdma", False) is True
 
 
 def probe_cufile_config(system: System, environment: Mapping[str, str]) -> CufileConfig:

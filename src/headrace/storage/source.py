@@ -35,6 +35,8 @@ class Source:
     def __init__(self, path: str, files: Files) -> None:
         self.path = path
         self._files = files
+        self._fd = -1
+        self._direct_fd: int | None = None
         # A look before the open: opening a pipe would wait for its writer.
         mode = files.path_status(path).mode
         if stat.S_ISDIR(mode):
@@ -42,11 +44,10 @@ class Source:
         if not stat.S_ISREG(mode):
             raise OSError(errno.EINVAL, "not a regular file", path)
         self._fd = files.open(path)
-        self._direct_fd: int | None = None
         try:
             self._opened = files.status(self._fd)
         except BaseException:
-            files.close(self._fd)
+            self.close()
             raise
 
     @property
@@ -152,6 +153,13 @@ class Source:
         """Let buffered reads draw nothing else into the page cache."""
         self._files.expect_random(self._fd)
 
+    def holds_nothing(self, start: int, stop: int) -> bool:
+        """Whether the page cache is known to hold nothing of a stretch that others may need."""
+        try:
+            return self._files.cached_pages(self._fd, start, stop - start) == 0
+        except OSError:
+            return False
+
     def forget(self, start: int, stop: int) -> None:
         """Drop a stretch from the page cache, as far as the kernel likes to."""
         self._files.forget(self._fd, start, stop - start)
@@ -168,14 +176,17 @@ class Source:
         was = self._opened
         if now.nbytes != was.nbytes:
             raise self._changed(f"its size went from {was.nbytes} to {now.nbytes} bytes")
-        if now.mtime_ns != was.mtime_ns:
-            raise self._changed("it was written to")
         try:
             named = self._files.path_status(self.path)
         except (FileNotFoundError, NotADirectoryError):
             raise self._changed("it was removed") from None
         if (named.device, named.inode) != (was.device, was.inode):
             raise self._changed("it was replaced by another file")
+        if (now.mtime_ns, now.ctime_ns) != (was.mtime_ns, was.ctime_ns):
+            raise self._changed("it was written to, or its attributes were changed")
+
+    def __del__(self) -> None:
+        self.close()  # an interrupt may come between the opening and whoever closes
 
     def close(self) -> None:
         """Close the descriptors; safe to call again."""
