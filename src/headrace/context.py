@@ -183,11 +183,16 @@ class Context:
                 plan = self._prepare(plan, device)
             with watch.stage("allocate"):
                 buffers = allocate(found.specs)
-            with watch.stage("transfer"):
-                stats, plan = self._run(plan, found, buffers, device, progress, forced)
-            with watch.stage("verify"):
+            try:
+                with watch.stage("transfer"):
+                    stats, plan = self._run(plan, found, buffers, device, progress, forced)
+                with watch.stage("verify"):
+                    for source in sources:
+                        source.verify_unchanged()
+            except SourceChanged:
                 for source in sources:
-                    self._verify(source)
+                    self._equipment.forget_file(source.identity)
+                raise
             held = (self._equipment.pinned_nbytes, self._equipment.mapped_nbytes)
         report = make_report(want.label, device, plan, stats, watch, held)
         self._publish(report, plan.downgrades)
@@ -296,13 +301,6 @@ class Context:
             raise error
         why = str(error).removeprefix(f"route {str(route)!r} cannot serve: ")
         return Rejection(route, why, remedies[route])
-
-    def _verify(self, source: Source) -> None:
-        try:
-            source.verify_unchanged()
-        except SourceChanged:
-            self._equipment.forget_file(source.identity)
-            raise
 
     def _observe(self, engine: Engine, cargo: Cargo) -> Stats:
         """Run an engine, and add to its evidence what the kernel says of storage meanwhile."""

@@ -120,7 +120,9 @@ class Report:
     def __str__(self) -> str:
         routes = " + ".join(str(o) for o in self.observed) or "nothing to move"
         # A reason that nobody can act on (a wrong kind of destination, say) stays in the dict.
-        reasons = "".join(f"; {r.route}: {r.why}" for r in self.rejected if r.remedy)
+        reasons = "".join(
+            f"; {r.route}: {r.why}" for r in self.rejected if r.remedy and r.ruled_out
+        )
         return (
             f"{one_line(self.source)} -> {self.device}  {format_nbytes(self.nbytes)} in "
             f"{_three_digits(self.seconds)} s ({_three_digits(self.gb_per_s)} GB/s) "

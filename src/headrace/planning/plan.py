@@ -38,6 +38,8 @@ class Rejection:
     """The fact that ruled it out."""
     remedy: str
     """What would change it; "" where nothing needs to."""
+    ruled_out: bool = True
+    """Whether it could not serve, or would have been worse in every way; False for a trade."""
 
     def __str__(self) -> str:
         return f"{self.route}: {self.why}" + (f" ({self.remedy})" if self.remedy else "")

@@ -256,7 +256,7 @@ def _not_preferred(
     if first is Route.CACHED and not device.is_host:
         slower = "a third to a half slower than the ring, at a fifth of its CPU time"
         remedy = "Options(policy='cpu') takes it"
-        others[Route.MAPPED] = Rejection(Route.MAPPED, slower, remedy)
+        others[Route.MAPPED] = Rejection(Route.MAPPED, slower, remedy, ruled_out=False)
     del others[first]
     return others
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from headrace.bindings.posix import Files, FileStatus
 from headrace.errors import ShortRead, SourceChanged
 from headrace.memory.alignment import align_down
+from headrace.options import PAGE_NBYTES
 
 _IOV_MAX = 1024  # most buffers of one preadv(2) on Linux
 
@@ -154,10 +155,15 @@ class Source:
         self._files.expect_random(self._fd)
 
     def holds_nothing(self, start: int, stop: int) -> bool:
-        """Whether the page cache is known to hold nothing of a stretch that others may need."""
+        """Whether the page cache is known to hold nothing of a stretch that others may need.
+
+        mincore is asked, since cachestat sees no page of an overlay; to those who may not know, it
+        says that everything is there.
+        """
+        first = align_down(start, PAGE_NBYTES)
         try:
-            return self._files.cached_pages(self._fd, start, stop - start) == 0
-        except OSError:
+            return self._files.mapped_pages(self._fd, first, stop - first) == 0
+        except (OSError, ValueError):
             return False
 
     def forget(self, start: int, stop: int) -> None:
