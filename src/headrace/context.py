@@ -10,9 +10,9 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 from headrace.bindings.cuda import Cuda
-from headrace.bindings.cufile import CuFile
 from headrace.bindings.posix import Files, PosixFiles
 from headrace.bindings.sysfs import Linux, System
 from headrace.engines.base import Cargo, Engine, Stats
@@ -26,7 +26,6 @@ from headrace.planning.effort import choose_workers
 from headrace.planning.plan import Plan, Rejection
 from headrace.planning.planner import make_plan
 from headrace.planning.route import parse_route
-from headrace.probing.examination import Instruments
 from headrace.probing.fact import Fact
 from headrace.probing.machine import storage_read_nbytes
 from headrace.report import (
@@ -40,6 +39,10 @@ from headrace.report import (
 from headrace.storage.source import Source
 from headrace.survey import GpuProbes, Survey, Want, open_sources, select, survey
 from headrace.types import Device, Route
+
+if TYPE_CHECKING:
+    from headrace.bindings.cufile import CuFile
+    from headrace.probing.examination import Instruments
 
 Allocate = Callable[[tuple[TensorSpec, ...]], Sequence[Buffer]]
 """Makes a destination for each tensor, in order."""

@@ -5,16 +5,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from headrace.bindings.cuda import Cuda, CudaRuntime
-from headrace.bindings.cufile import CuFile
 from headrace.bindings.posix import DirectAlignment, Files, FileStatus, PosixFiles
 from headrace.bindings.sysfs import Linux, System
 from headrace.engines.base import Engine
 from headrace.engines.cached import CachedEngine
 from headrace.engines.direct import DirectEngine
-from headrace.engines.gds import GdsEngine
-from headrace.engines.gds_session import GdsLease, GdsSession, process_session
 from headrace.engines.host import HostEngine
 from headrace.engines.lanes import Lanes
 from headrace.engines.mapped import MappedEngine
@@ -23,13 +21,17 @@ from headrace.errors import RouteUnavailable
 from headrace.memory.mappings import Mappings
 from headrace.memory.pinned import PinnedPool
 from headrace.options import Options
-from headrace.probing.cufile_config import probe_cufile_config
-from headrace.probing.devices import find_gpus, probe_attributes
-from headrace.probing.examination import Instruments, examine
 from headrace.probing.fact import Fact
-from headrace.probing.gds import probe_nvidia_fs, probe_p2pdma
 from headrace.probing.gpu import probe_gpu
 from headrace.types import Device, Route
+
+if TYPE_CHECKING:
+    from headrace.bindings.cufile import CuFile
+    from headrace.engines.gds_session import GdsLease, GdsSession
+    from headrace.probing.examination import Instruments
+
+# What only some machines and routes need is imported where it is needed: the first load of a
+# process waits for every module.
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +97,8 @@ class Equipment:
 
     def mapping_fact(self, index: int) -> Fact:
         """Whether a CUDA device can read registered pages of a file."""
+        from headrace.probing.devices import probe_attributes
+
         if index not in self._mapping:
             wanted = ("host registration", "read-only host registration")
             found = [f for f in probe_attributes(self.load_cuda, index) if f.name in wanted]
@@ -113,6 +117,8 @@ class Equipment:
             self._gds_way = self._find_gds_way()
         if self._gds_way.holds is not True:
             return self._gds_way
+        from headrace.probing.examination import examine
+
         volume = self.bindings.files.path_status(path).device
         if volume not in self._gds_volumes:
             verdicts = {each.route: each for each in examine(path, self.instruments()).routes}
@@ -142,6 +148,8 @@ class Equipment:
             raise RouteUnavailable(f"no engine moves bytes to {device} by the route {route}")
         if route is Route.CACHED:
             return CachedEngine(self._borrow_ring())
+        from headrace.engines.gds import GdsEngine
+
         cuda, lanes = self.load_cuda(), self._borrow_lanes()
         if route is Route.MAPPED:
             return MappedEngine(cuda, lanes, self._borrow_mappings())
@@ -177,6 +185,8 @@ class Equipment:
 
     def instruments(self) -> Instruments:
         """What the doctor looks with."""
+        from headrace.probing.examination import Instruments
+
         return Instruments(
             self.bindings.system,
             self.bindings.files,
@@ -186,11 +196,15 @@ class Equipment:
 
     def _find_gds_way(self) -> Fact:
         """nvidia-fs or else P2PDMA; looked for once, since both need root and a new start."""
+        from headrace.probing.cufile_config import probe_cufile_config
+        from headrace.probing.devices import find_gpus
+        from headrace.probing.gds import probe_nvidia_fs, probe_p2pdma
+
         system = self.bindings.system
         nvidia_fs = {fact.name: fact for fact in probe_nvidia_fs(system)}["nvidia-fs"]
-        if nvidia_fs.holds is True:
-            return nvidia_fs
         config = probe_cufile_config(system, self.bindings.cufile_environment)
+        if nvidia_fs.holds is True or not config.uses_p2pdma:
+            return nvidia_fs
         models = tuple(gpu.model for gpu in find_gpus(system) if gpu.model)
         p2pdma = probe_p2pdma(system, config, models)[0]
         return p2pdma if p2pdma.holds is True else nvidia_fs
@@ -226,6 +240,8 @@ class Equipment:
             return self._mappings
 
     def _borrow_lease(self) -> GdsLease:
+        from headrace.engines.gds_session import GdsSession, process_session
+
         with self._lock:
             if self._session is None:
                 given = self.bindings.cufile
