@@ -23,7 +23,8 @@ def make_console() -> Console:
     """Open a console on standard output that takes names and messages literally."""
     from rich.console import Console
 
-    width = None if sys.stdout.isatty() else _PIPE_COLUMNS
+    is_terminal = sys.stdout is not None and sys.stdout.isatty()
+    width = None if is_terminal else _PIPE_COLUMNS
     return Console(width=width, markup=False, emoji=False, highlight=False)
 
 

@@ -75,8 +75,12 @@ def probe_cufile_config(system: System, environment: Mapping[str, str]) -> Cufil
     }
     text = system.read(path)
     if text is None:
-        found = _list_values(overrides) or "not there, so cuFile's own defaults"
+        there = system.exists(path)
+        state = "there, but it cannot be read" if there else "not there, so cuFile's own defaults"
+        found = _list_values(overrides) or state
         remedy = "" if path == DEFAULT_PATH else "set CUFILE_ENV_PATH_JSON to a file, or unset it"
+        if there:
+            remedy = f"make {path} a file that may be read"
         return CufileConfig(Fact(_NAME, None, found, f"{path}: cannot be read", remedy), overrides)
     try:
         properties = _read_properties(text)

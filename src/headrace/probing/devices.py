@@ -10,6 +10,7 @@ from headrace.bindings.cuda import Cuda
 from headrace.bindings.sysfs import System
 from headrace.errors import DeviceError
 from headrace.probing.fact import Fact
+from headrace.probing.sight import sees_sys
 
 _NVIDIA = "0x10de"
 _DISPLAY = "0x03"  # class of VGA and 3D controllers
@@ -68,6 +69,8 @@ def probe_driver(system: System, gpus: tuple[PciGpu, ...]) -> tuple[Fact, ...]:
         driver = Fact("NVIDIA driver", False, "not loaded, or not to be seen", path, remedy)
     models = ", ".join(f"{gpu.model or 'NVIDIA GPU'} at {gpu.address}" for gpu in gpus)
     where = f"{_DRIVER}/gpus, {_PCI}"
+    if not gpus and not sees_sys(system):
+        return driver, Fact("GPU on the PCI bus", None, "unknown", "/sys is hidden")
     return driver, Fact("GPU on the PCI bus", bool(gpus), models or "none", where)
 
 

@@ -9,6 +9,7 @@ import zlib
 from headrace.bindings.sysfs import System
 from headrace.probing.cufile_config import CufileConfig
 from headrace.probing.fact import Fact
+from headrace.probing.sight import sees_proc, sees_sys
 
 _KERNEL = (6, 2)
 _DRIVER = 565
@@ -20,6 +21,10 @@ _MODELS = re.compile(r"A100|L4\b|L40S|H100|H200|H800|GH200|\bB\d{3}|GB\d{3}", re
 def probe_nvidia_fs(system: System) -> tuple[Fact, ...]:
     """Whether nvidia-fs is loaded and can be reached, and which storage drivers it works with."""
     modules = system.read("/proc/modules")
+    if modules is None and not sees_proc(system):
+        why = "/proc is hidden"
+        hidden = [Fact(each, None, "unknown", why) for each in ("loadable modules", "nvidia-fs")]
+        return tuple(hidden)
     has_modules = Fact(
         "loadable modules",
         modules is not None,
@@ -176,6 +181,8 @@ def _multipath_fact(system: System) -> Fact:
     if value in ("Y", "1"):
         remedy = "options nvme_core multipath=N in /etc/modprobe.d, then reboot"
         return Fact(name, False, "multipath is on", path, remedy)
+    if not value and not sees_sys(system):
+        return Fact(name, None, "unknown", "/sys is hidden")
     found = "multipath is off" if value else "the NVMe driver has no multipath"
     return Fact(name, True, found, path if value else f"no {path}")
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from headrace.bindings.sysfs import System
 from headrace.probing.fact import Fact
+from headrace.probing.sight import sees_proc, sees_sys
 
 _CONTAINER_FILES = ("/.dockerenv", "/run/.containerenv")
 _CONTAINER_GROUPS = re.compile(r"docker|kubepods|containerd|libpod|lxc|crio|garden")
@@ -65,6 +66,8 @@ def _machine_fact(system: System) -> Fact:
     if _VENDORS.search(product):
         return Fact(name, True, product, "/sys/class/dmi/id")
     why = "no hypervisor flag in /proc/cpuinfo; /sys/class/dmi/id"
+    if not product and not (sees_proc(system) and sees_sys(system)):
+        return Fact(name, None, "unknown", "/proc or /sys is hidden")
     return Fact(name, False, product or "no sign of one", why)
 
 
@@ -75,6 +78,8 @@ def _iommu_fact(system: System) -> Fact:
     given = [word for word in command if "iommu" in word]
     found = f"{groups} groups{', ' + ' '.join(given) if given else ''}"
     why = f"{path}, /proc/cmdline"
+    if not groups and not given and not sees_sys(system):
+        return Fact(name, None, "unknown", "/sys is hidden")
     if not groups:
         return Fact(name, False, f"off{', ' + ' '.join(given) if given else ''}", why)
     if "iommu=pt" in given or "iommu.passthrough=1" in given:
