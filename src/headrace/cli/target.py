@@ -44,8 +44,20 @@ class Target:
         return parse_device(self.device).is_host
 
     def namespace(self) -> Namespace:
-        """Import the framework's namespace."""
-        return cast(Namespace, import_module(f"headrace.{self.framework}"))
+        """Import the framework's namespace.
+
+        Raises
+        ------
+        ValueError
+            The framework is not installed.
+        """
+        try:
+            return cast(Namespace, import_module(f"headrace.{self.framework}"))
+        except ModuleNotFoundError as error:
+            raise ValueError(
+                f"--framework {self.framework}: {error}; install headrace with its extra "
+                f"[{self.framework}], or choose another framework"
+            ) from error
 
 
 def find_target(device: str | None, framework: str | None, context: Context) -> Target:
