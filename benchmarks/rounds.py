@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from benchmarks.contestants import Contestant
@@ -244,9 +243,3 @@ def _make_row(entry: _Entry, kind: str, place: str, nbytes: int) -> Row:
         note=entry.note,
         reports=entry.reports,
     )
-
-
-def source_nbytes(source: Path) -> int:
-    """Bytes that the shards of a directory, or a file, take, headers included."""
-    paths = [source] if source.is_file() else sorted(source.glob("*.safetensors"))
-    return sum(path.stat().st_size for path in paths)
