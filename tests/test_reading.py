@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 import headrace as hr
 from headrace.testing import FakeCuda, FakeDeviceArray, FaultyFiles
@@ -272,3 +273,15 @@ def test_public_names_are_there_and_others_are_not() -> None:
     assert not hasattr(hr, "nonsense")
     with pytest.raises(AttributeError, match="module 'headrace' has no attribute 'nonsense'"):
         hr.nonsense  # noqa: B018
+
+
+def test_explain_of_some_names_is_the_plan_of_their_load(tmp_path: Path) -> None:
+    path = tmp_path / "two.safetensors"
+    save_file({"a": np.zeros(4, np.float32), "b": np.ones(9, np.float32)}, path)
+    told = hr.explain(path, device="cpu", names=["b"])
+    assert [tensor["name"] for tensor in told.tensors] == ["b"]
+    assert sum(each.nbytes for each in told.planned) == 36
+    with pytest.raises(KeyError, match="z"):
+        hr.explain(path, device="cpu", names=["z"])
+    with pytest.raises(ValueError, match="safetensors sources only"):
+        hr.explain(path, device="cpu", names=["a"], raw=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -87,6 +88,7 @@ def explain(
     device: Any = None,
     route: str = "auto",
     raw: bool = False,
+    names: Sequence[str] | None = None,
     context: Context | None = None,
 ) -> Explanation:
     """Say what a load would do and why; reads headers and facts, no payload.
@@ -102,14 +104,18 @@ def explain(
         As for a load.
     raw
         Take any file as bytes, as `read_into` does.
+    names
+        Only these tensors, as for a load; None for all.
 
     Raises
     ------
-    RouteUnavailable, FormatError, OSError, ValueError
+    RouteUnavailable, FormatError, KeyError, OSError, ValueError
         What the load would raise before its first byte.
     """
     context = context or default_context()
-    return context.explain(want_any(source, raw=raw), _pick_device(device, context), route=route)
+    return context.explain(
+        want_any(source, raw=raw, names=names), _pick_device(device, context), route=route
+    )
 
 
 def trace() -> Trace:

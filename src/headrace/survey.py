@@ -113,7 +113,7 @@ def want_checkpoint(source: SourceLike, names: Sequence[str] | None = None) -> W
     return Want(label, paths, describe, chosen)
 
 
-def want_any(source: SourceLike, *, raw: bool = False) -> Want:
+def want_any(source: SourceLike, *, raw: bool = False, names: Sequence[str] | None = None) -> Want:
     """Want what ``read`` or ``load`` would: a ``.npy`` file, or a checkpoint.
 
     Parameters
@@ -122,13 +122,23 @@ def want_any(source: SourceLike, *, raw: bool = False) -> Want:
         A file, a directory, an index or a list of files.
     raw
         Take a file as bytes, whatever it is.
+    names
+        Only these tensors of a checkpoint; None for all.
+
+    Raises
+    ------
+    ValueError
+        Names are given for what has none.
     """
     path = name_source(source)
+    is_npy = isinstance(source, (str, os.PathLike)) and path.lower().endswith(".npy")
+    if names is not None and (raw or is_npy):
+        raise ValueError(f"{path}: names choose tensors of safetensors sources only")
     if raw:
         return Want(path, (path,), lambda opened: (describe_raw(path, opened[0].nbytes),))
-    if isinstance(source, (str, os.PathLike)) and path.lower().endswith(".npy"):
+    if is_npy:
         return Want(path, (path,), lambda opened: (read_npy(path, opened[0].fd),))
-    return want_checkpoint(source)
+    return want_checkpoint(source, names)
 
 
 def name_source(source: SourceLike) -> str:
