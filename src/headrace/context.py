@@ -270,6 +270,7 @@ class Context:
                 found.sources[transfer.source].expect_random()
         stats: list[Stats] = []
         workers = choose_workers(self.options, found.machine, device, found.nbytes)
+        alignments = [volume.alignment for volume in found.volumes]
         for route in dict.fromkeys(transfer.route for transfer in plan.transfers):
             before = sum(done.nbytes for done in stats)
             cargo = Cargo(
@@ -280,7 +281,6 @@ class Context:
                 block_nbytes=self.options.block_nbytes,
                 on_progress=progress and _shifted(progress, before, found.nbytes),
             )
-            alignments = [volume.alignment for volume in found.volumes]
             try:
                 engine = self._equipment.engine(route, device, alignments)
                 stats.append(self._observe(engine, cargo))

@@ -21,8 +21,10 @@ PathLike = str | os.PathLike[str]
 """One path."""
 
 _GPU_FACTS = ("CUDA device", "GPU on the PCI bus")
-_WORDS = MappingProxyType({True: "yes", False: "no", None: "unknown"})
-_STATES = MappingProxyType({True: "available", False: "unavailable", None: "unknown"})
+WORDS = MappingProxyType({True: "yes", False: "no", None: "unknown"})
+"""What is said of a fact, by whether it holds."""
+STATES = MappingProxyType({True: "available", False: "unavailable", None: "unknown"})
+"""What is said of a route, by whether it can serve."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +52,11 @@ class Diagnosis:
 
     def __str__(self) -> str:
         routes = [
-            f"{verdict.route}: {_STATES[verdict.available]}: {verdict.why}{_arrow(verdict.remedy)}"
+            f"{verdict.route}: {STATES[verdict.available]}: {verdict.why}{_arrow(verdict.remedy)}"
             for verdict in self.routes
         ]
         facts = [
-            f"  {fact.name}: {_WORDS[fact.holds]}: {fact.found} ({fact.why}){_arrow(fact.remedy)}"
+            f"  {fact.name}: {WORDS[fact.holds]}: {fact.found} ({fact.why}){_arrow(fact.remedy)}"
             for fact in self.facts
         ]
         return "\n".join([*routes, "facts:", *facts])
@@ -62,11 +64,11 @@ class Diagnosis:
     def _repr_html_(self) -> str:
         routes = _html_table(
             ("route", "state", "why", "remedy"),
-            [(str(v.route), _STATES[v.available], v.why, v.remedy) for v in self.routes],
+            [(str(v.route), STATES[v.available], v.why, v.remedy) for v in self.routes],
         )
         facts = _html_table(
             ("fact", "holds", "found", "why", "remedy"),
-            [(f.name, _WORDS[f.holds], f.found, f.why, f.remedy) for f in self.facts],
+            [(f.name, WORDS[f.holds], f.found, f.why, f.remedy) for f in self.facts],
         )
         return routes + facts
 

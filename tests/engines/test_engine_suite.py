@@ -19,6 +19,7 @@ from headrace.reading import read_into
 from headrace.testing import EngineSuite, FakeCuda, FakeDeviceArray
 from headrace.testing.engine_suite import BLOCK, SMALL
 from headrace.testing.fake_cuda import POISON
+from tests.engines.fake_buffers import FakeBuffers
 
 
 @pytest.fixture(scope="session")
@@ -69,32 +70,11 @@ class TestDirectHost(AroundThePageCache, HostMemory):
     pass
 
 
-class FakeDevice(EngineSuite):
-    """Device memory at odd addresses, inside a larger allocation whose rest stays poisoned."""
-
+class FakeDevice(FakeBuffers):
     __test__ = False
-    unfit_route = "host"
-    lead = 3
-
-    def setup_method(self) -> None:
-        self.cuda = FakeCuda()
-        self.stream: int | None = None
-        self.whole: dict[int, FakeDeviceArray] = {}
 
     def make_context(self, **arguments: Any) -> Context:
         return Context(**arguments, cuda=self.cuda)
-
-    def make_buffer(self, nbytes: int) -> FakeDeviceArray:
-        whole = FakeDeviceArray(self.cuda, nbytes + 2 * self.lead, stream=self.stream)
-        part = whole.view(self.lead, nbytes)
-        self.whole[id(part)] = whole
-        return part
-
-    def read_back(self, buffer: FakeDeviceArray) -> bytes:
-        whole = self.whole[id(buffer)].tobytes()
-        guard = bytes([POISON]) * self.lead
-        assert (whole[: self.lead], whole[self.lead + buffer.nbytes :]) == (guard, guard)
-        return buffer.tobytes()
 
     def check_released(self, context: Context) -> None:
         cuda = self.cuda
@@ -220,7 +200,7 @@ class TestCachedAligned(FakeDevice):
 
 
 class RealDevice(EngineSuite):
-    """Memory of a real GPU, from torch or CuPy; at odd addresses, as `FakeDevice`."""
+    """Memory of a real GPU, from torch or CuPy; at odd addresses, as `FakeBuffers`."""
 
     __test__ = False
     unfit_route = "host"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 from pathlib import Path
 from typing import Any, ClassVar
@@ -13,48 +12,27 @@ from headrace.context import Context
 from headrace.errors import DeviceError, RouteUnavailable
 from headrace.probing.fact import Fact
 from headrace.reading import read_into
-from headrace.testing import EngineSuite, FakeCuda, FakeDeviceArray, FaultyFiles
+from headrace.testing import FakeCuda, FakeDeviceArray, FaultyFiles
 from headrace.testing.engine_suite import BLOCK, SMALL
-from headrace.testing.fake_cuda import POISON
 from headrace.testing.fake_cufile import FakeCuFile, Mode
 from headrace.testing.faulty_files import pages_where
-
-pytestmark = pytest.mark.skipif(
-    "cufile" not in inspect.signature(Context.__init__).parameters,
-    reason="Context does not take cufile= yet",
-)
+from tests.engines.fake_buffers import FakeBuffers
 
 
-class FakeGds(EngineSuite):
+class FakeGds(FakeBuffers):
     __test__ = False
     route = "gds"
-    unfit_route = "host"
     mode: ClassVar[Mode] = "p2p"
-    lead = 3
 
     def setup_method(self) -> None:
-        self.cuda = FakeCuda()
+        super().setup_method()
         self.cufiles: list[FakeCuFile] = []
         self.codes: dict[str, int] = {}
-        self.stream: int | None = None
-        self.whole: dict[int, FakeDeviceArray] = {}
 
     def make_context(self, **arguments: Any) -> Context:
         files = arguments.get("files")
         self.cufiles.append(FakeCuFile(self.cuda, files, mode=self.mode, codes=self.codes))
         return Context(**arguments, cuda=self.cuda, cufile=self.cufiles[-1])
-
-    def make_buffer(self, nbytes: int) -> FakeDeviceArray:
-        whole = FakeDeviceArray(self.cuda, nbytes + 2 * self.lead, stream=self.stream)
-        part = whole.view(self.lead, nbytes)
-        self.whole[id(part)] = whole
-        return part
-
-    def read_back(self, buffer: FakeDeviceArray) -> bytes:
-        whole = self.whole[id(buffer)].tobytes()
-        guard = bytes([POISON]) * self.lead
-        assert (whole[: self.lead], whole[self.lead + buffer.nbytes :]) == (guard, guard)
-        return buffer.tobytes()
 
     def check_released(self, context: Context) -> None:
         super().check_released(context)

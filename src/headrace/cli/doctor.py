@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from headrace.context import Context, read_cufile_environment
-from headrace.diagnosis import Diagnosis, doctor
+from headrace.diagnosis import STATES, WORDS, Diagnosis, doctor
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
-
-_WORDS = MappingProxyType({True: "yes", False: "no", None: "unknown"})
-_STATES = MappingProxyType({True: "available", False: "unavailable", None: "unknown"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +37,13 @@ def render(diagnosis: Diagnosis, console: Console) -> None:
     """Print the routes, then the facts that they rest on."""
     routes = _table("route", "state", "why", "what would change it")
     for verdict in diagnosis.routes:
-        state = _STATES[verdict.available]
+        state = STATES[verdict.available]
         routes.add_row(str(verdict.route), state, verdict.why, verdict.remedy)
     console.print(routes)
     facts = _table("fact", "holds", "found", "where; what would change it")
     for fact in diagnosis.facts:
         where = f"{fact.why} -> {fact.remedy}" if fact.remedy else fact.why
-        facts.add_row(fact.name, _WORDS[fact.holds], fact.found, where)
+        facts.add_row(fact.name, WORDS[fact.holds], fact.found, where)
     console.print(facts)
 
 

@@ -58,8 +58,6 @@ class GdsEngine:
 
     Attributes
     ----------
-    compatibility : bool
-        After `run`: cuFile served bytes through host memory.
     mode : str
         After `run`: what the report calls the route; "" for its own name.
     downgrades : list[Rejection]
@@ -78,7 +76,6 @@ class GdsEngine:
         strict: bool = False,
         request_nbytes: int = REQUEST_NBYTES,
     ) -> None:
-        self.compatibility = False
         self.mode = ""
         self.downgrades: list[Rejection] = []
         self._unregistered = registrations is None
@@ -88,6 +85,11 @@ class GdsEngine:
         self._registrations = registrations
         self._strict = strict
         self._request_nbytes = request_nbytes
+
+    @property
+    def compatibility(self) -> bool:
+        """After `run`: whether cuFile served bytes through host memory."""
+        return bool(self.mode)
 
     def run(self, cargo: Cargo) -> Stats:
         """See `Engine.run`.
@@ -219,7 +221,6 @@ class GdsEngine:
         reads = f"{done.describe_reads()} of the whole process meanwhile"
         if not done.posix_reads:
             return reads
-        self.compatibility = True
         self.mode = COMPATIBILITY if done.compatibility else PARTLY
         self._downgrade(
             f"{self.mode}: it read through host memory",

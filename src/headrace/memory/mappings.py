@@ -92,7 +92,7 @@ class Mappings:
         """
         self.forget_older(key.identity)
         with self._lock:
-            kept = self._pop(key)
+            kept = self._pop(key) if key in self._kept else None
         if kept is not None:
             return replace(kept, kept=True)
         mapping = self._files.map_shared(fd, key.start, key.stop - key.start)
@@ -114,8 +114,7 @@ class Mappings:
                 self._kept[window.key] = replace(window, kept=False)
                 self._nbytes += window.nbytes
                 while self._nbytes > self._budget or len(self._kept) > MOST_WINDOWS:
-                    oldest = self._pop(next(iter(self._kept)))
-                    leaving.extend([] if oldest is None else [oldest])
+                    leaving.append(self._pop(next(iter(self._kept))))
         for each in leaving:
             _drop(self._cuda, each)
 
@@ -136,12 +135,11 @@ class Mappings:
             stale = [key for key in self._kept if is_stale(key.identity)]
             windows = [self._pop(key) for key in stale]
         for window in windows:
-            if window is not None:
-                _drop(self._cuda, window)
+            _drop(self._cuda, window)
 
-    def _pop(self, key: WindowKey) -> Window | None:
-        window = self._kept.pop(key, None)
-        self._nbytes -= window.nbytes if window else 0
+    def _pop(self, key: WindowKey) -> Window:
+        window = self._kept.pop(key)
+        self._nbytes -= window.nbytes
         return window
 
     def close(self) -> None:

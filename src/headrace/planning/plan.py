@@ -95,11 +95,7 @@ class Plan:
     def rerouted(self, rejection: Rejection, taken: Route) -> Plan:
         """The same plan, once a route in it could not serve and another one did its part."""
         others = [r for r in self.rejected if r.route not in (rejection.route, taken)]
-        return replace(
-            self,
-            rejected=(*others, rejection),
-            downgrades=(*self.downgrades, rejection),
-        )
+        return replace(self, rejected=tuple(others)).downgraded(rejection)
 
     def downgraded(self, rejection: Rejection) -> Plan:
         """The same plan, with one more downgrade to report."""
