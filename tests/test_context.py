@@ -350,8 +350,10 @@ def test_progress_rises_to_the_total_in_the_callers_thread(
     told: list[tuple[int, int]] = []
     threads: set[threading.Thread] = set()
 
-    def progress(moved: int, total: int) -> None:
-        told.append((moved, total))
+    def progress(done: hr.Progress) -> None:
+        told.append((done.nbytes, done.total_nbytes))
+        assert done.gb_per_s == pytest.approx(done.nbytes / done.seconds / 1e9)
+        assert (done.seconds_left is None) is (done.nbytes == 0)
         threads.add(threading.current_thread())
 
     with hr.Context(options, files=files) as context:
@@ -373,9 +375,10 @@ def as_checkpoint(path: Path) -> Path:
 
 def test_progress_of_a_small_load_reaches_the_total_too(model: Path) -> None:
     for _ in range(20):
-        told: list[tuple[int, ...]] = []
-        hn.load(model, progress=lambda *numbers, told=told: told.append(numbers))
-        assert told[-1:] == [(12_000, 12_000)]
+        told: list[hr.Progress] = []
+        hn.load(model, progress=told.append)
+        assert (told[-1].nbytes, told[-1].total_nbytes) == (12_000, 12_000)
+        assert told[-1].seconds_left == 0
 
 
 def test_progress_that_raises_stops_the_load_and_the_next_one_works(
@@ -384,7 +387,7 @@ def test_progress_that_raises_stops_the_load_and_the_next_one_works(
     files = SlowFiles(0.02)
     with hr.Context(hr.Options(workers=2, block_nbytes=MIB), files=files) as context:
 
-        def progress(moved: int, total: int) -> None:
+        def progress(done: hr.Progress) -> None:
             raise RuntimeError("enough")
 
         with pytest.raises(RuntimeError, match="enough"):

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from headrace.observers import Trace
     from headrace.options import Options
     from headrace.probing.alignment import Alignment
+    from headrace.progress import Progress
     from headrace.reading import explain, read_into, trace
     from headrace.report import Explanation, Report
 
@@ -40,6 +41,7 @@ __all__ = [
     "FormatError",
     "HeadraceError",
     "Options",
+    "Progress",
     "Report",
     "RouteUnavailable",
     "ShortRead",
@@ -62,6 +64,7 @@ def __getattr__(name: str) -> Any:
         ("headrace.diagnosis", ("Diagnosis", "alignment", "doctor")),
         ("headrace.options", ("Options",)),
         ("headrace.probing.alignment", ("Alignment",)),
+        ("headrace.progress", ("Progress",)),
         ("headrace.report", ("Explanation", "Report")),
         ("headrace.observers", ("Trace",)),
     ):

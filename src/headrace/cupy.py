@@ -76,7 +76,7 @@ def load(
         "auto" chooses for each stretch of each file; "host", "cached", "mapped", "direct" or
         "gds" serves or raises.
     progress
-        True shows a bar on a terminal; a function is told the bytes moved and the bytes in all.
+        True shows a bar on a terminal; a function is told a `Progress` now and then.
     context
         Whose options and pools to use; None takes the default one.
 

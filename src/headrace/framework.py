@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from headrace.context import Context, Progress, default_context
+from headrace.context import Context, default_context
 from headrace.errors import FormatError
 from headrace.formats.catalog import Catalog, TensorSpec
 from headrace.formats.dtypes import dtype_name, is_subbyte, itembits
@@ -20,13 +20,14 @@ from headrace.formats.npy import read_catalog as read_npy
 from headrace.formats.raw import describe_raw
 from headrace.memory.buffer import Buffer
 from headrace.options import PAGE_NBYTES
+from headrace.progress import OnProgress
 from headrace.storage.source import Source
 from headrace.survey import PathLike, SourceLike, Want, want_checkpoint
 from headrace.types import ByteRange, Device
 
 Array = TypeVar("Array")
-ShownProgress = bool | Progress
-"""True shows a bar; a callable is told the bytes moved and the bytes in all; False is quiet."""
+ShownProgress = bool | OnProgress
+"""True shows a bar; a callable is told each `Progress`; False is quiet."""
 
 
 class Framework(Protocol[Array]):
@@ -164,7 +165,7 @@ def _load(
 
 
 @contextlib.contextmanager
-def _shown(progress: ShownProgress, label: str) -> Iterator[Progress | None]:
+def _shown(progress: ShownProgress, label: str) -> Iterator[OnProgress | None]:
     """What to tell of the progress: the caller's function, a bar, or nothing."""
     if not isinstance(progress, bool):
         yield progress
@@ -183,7 +184,7 @@ def _shown(progress: ShownProgress, label: str) -> Iterator[Progress | None]:
     )
     with bars.Progress(*columns, transient=True) as bar:
         task = bar.add_task(label, total=None)
-        yield lambda moved, total: bar.update(task, completed=moved, total=total)
+        yield lambda done: bar.update(task, completed=done.nbytes, total=done.total_nbytes)
 
 
 def _as_bytes(spec: TensorSpec) -> TensorSpec:

@@ -14,6 +14,7 @@ import headrace
 from headrace.cli.progress import Meter, quiet
 from headrace.cli.target import Target, find_target
 from headrace.context import read_cufile_environment
+from headrace.framework import ShownProgress
 from headrace.options import Options
 from headrace.report import Report
 
@@ -82,7 +83,14 @@ def _loader(
 ) -> Callable[[], Any]:
     """Prepare the call that loads one source."""
     namespace = target.namespace()
-    progress = False if meter is quiet else partial(meter, source)
+    progress: ShownProgress = False
+    if meter is not quiet:
+
+        def show(done: headrace.Progress) -> None:
+            meter(source, done.nbytes, done.total_nbytes)
+
+        progress = show
+
     common = {
         "device": target.device,
         "route": request.route,

@@ -59,6 +59,7 @@ def _open_bar() -> Progress:
         bars.BarColumn(),
         bars.DownloadColumn(),
         bars.TextColumn("{task.fields[rate]}", markup=False),
+        bars.TimeRemainingColumn(),
     )
     return bars.Progress(*columns, console=Console(stderr=True), transient=True)
 
