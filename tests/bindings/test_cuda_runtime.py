@@ -17,10 +17,13 @@ class Code(enum.IntEnum):
     cudaSuccess = 0
     cudaErrorMemoryAllocation = 2
     cudaErrorNoDevice = 100
+    cudaErrorNotReady = 600
 
 
 class Kind(enum.IntEnum):
     cudaMemcpyHostToDevice = 1
+    cudaMemcpyDeviceToHost = 2
+    cudaMemcpyDeviceToDevice = 3
 
 
 class Where(enum.IntEnum):
@@ -132,14 +135,22 @@ def test_device_of_a_pointer_is_told_for_device_memory_only(
     assert cuda.pointer_device(4096) == device
 
 
+DIRECTIONS = {
+    "copy_to_device": Kind.cudaMemcpyHostToDevice,
+    "copy_to_host": Kind.cudaMemcpyDeviceToHost,
+    "copy_on_device": Kind.cudaMemcpyDeviceToDevice,
+}
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("version", [12090, 13000])
 @pytest.mark.parametrize("count", [1, 3, 4, 100])
 def test_every_copy_is_asked_for_once_in_a_batch_or_alone(
-    make: Callable[..., tuple[CudaRuntime, Recorder]], version: int, count: int
+    make: Callable[..., tuple[CudaRuntime, Recorder]], version: int, count: int, direction: str
 ) -> None:
     cuda, recorder = make(version=version)
     copies = [(1000 + n, 2000 + n, 30 + n) for n in range(count)]
-    cuda.copy_to_device(copies, 9)
+    getattr(cuda, direction)(copies, 9)
     if len(recorder.calls) == 1 and count > 1:
         (call,) = recorder.calls
         assert call[0] == "cudaMemcpyBatchAsync"
@@ -148,8 +159,29 @@ def test_every_copy_is_asked_for_once_in_a_batch_or_alone(
         assert call[4] == count
         assert call[-1] == 9
     else:
-        kind = Kind.cudaMemcpyHostToDevice
+        kind = DIRECTIONS[direction]
         assert recorder.calls == [("cudaMemcpyAsync", *copy, kind, 9) for copy in copies]
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_sources_of_a_batch_are_read_in_stream_order(
+    make: Callable[..., tuple[CudaRuntime, Recorder]], direction: str
+) -> None:
+    cuda, recorder = make()
+    getattr(cuda, direction)([(1, 2, 3)] * 50, 9)
+    ((_, *_, (attributes,), _, _, _),) = recorder.calls
+    assert attributes.srcAccessOrder == Order.cudaMemcpySrcAccessOrderStream
+
+
+@pytest.mark.parametrize(("stream", "batches"), [(0, 0), (1, 0), (2, 1), (9, 1)])
+def test_legacy_stream_which_takes_no_batch_gets_one_copy_after_the_other(
+    make: Callable[..., tuple[CudaRuntime, Recorder]], stream: int, batches: int
+) -> None:
+    cuda, recorder = make()
+    cuda.copy_to_host([(1, 2, 3)] * 50, stream)
+    names = [call[0] for call in recorder.calls]
+    assert names.count("cudaMemcpyBatchAsync") == batches
+    assert len(names) == (1 if batches else 50)
 
 
 def test_failed_batch_is_a_device_error(
