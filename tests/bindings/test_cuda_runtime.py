@@ -17,10 +17,13 @@ class Code(enum.IntEnum):
     cudaSuccess = 0
     cudaErrorMemoryAllocation = 2
     cudaErrorNoDevice = 100
+    cudaErrorNotReady = 600
 
 
 class Kind(enum.IntEnum):
     cudaMemcpyHostToDevice = 1
+    cudaMemcpyDeviceToHost = 2
+    cudaMemcpyDeviceToDevice = 3
 
 
 class Where(enum.IntEnum):
@@ -68,12 +71,45 @@ class Recorder:
         return Code.cudaSuccess, b"the text of it"
 
 
+class Driver:
+    """Stands for ``cuda.bindings.driver``: one stream, 9, of a context of device 3."""
+
+    def __init__(self, failing: str | None = None) -> None:
+        self.current = ["the caller's"]
+        self._failing = failing
+
+    def _answer(self, call: str, *value: Any) -> tuple[Any, ...]:
+        failed = call == self._failing
+        code = Code.cudaErrorMemoryAllocation if failed else Code.cudaSuccess
+        return (code, *(None if failed else each for each in value))
+
+    def cuStreamGetCtx(self, stream: int) -> tuple[Any, ...]:  # noqa: N802
+        assert stream == 9
+        return self._answer("cuStreamGetCtx", "the stream's")
+
+    def cuCtxPushCurrent(self, context: str) -> tuple[Any, ...]:  # noqa: N802
+        if self._failing != "cuCtxPushCurrent":
+            self.current.append(context)
+        return self._answer("cuCtxPushCurrent")
+
+    def cuCtxGetDevice(self) -> tuple[Any, ...]:  # noqa: N802
+        return self._answer("cuCtxGetDevice", {"the stream's": 3, "the caller's": 7}[self.top])
+
+    def cuCtxPopCurrent(self) -> tuple[Any, ...]:  # noqa: N802
+        return self._answer("cuCtxPopCurrent", self.current.pop())
+
+    @property
+    def top(self) -> str:
+        return self.current[-1]
+
+
 @pytest.fixture
 def make(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[CudaRuntime, Recorder]]:
-    def build(**arguments: Any) -> tuple[CudaRuntime, Recorder]:
+    def build(driver: Driver | None = None, **arguments: Any) -> tuple[CudaRuntime, Recorder]:
         recorder = Recorder(**arguments)
         bindings = types.ModuleType("cuda.bindings")
         bindings.runtime = recorder  # type: ignore[attr-defined]
+        bindings.driver = driver  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, "cuda", types.ModuleType("cuda"))
         monkeypatch.setitem(sys.modules, "cuda.bindings", bindings)
         return CudaRuntime(), recorder
@@ -132,14 +168,22 @@ def test_device_of_a_pointer_is_told_for_device_memory_only(
     assert cuda.pointer_device(4096) == device
 
 
+DIRECTIONS = {
+    "copy_to_device": Kind.cudaMemcpyHostToDevice,
+    "copy_to_host": Kind.cudaMemcpyDeviceToHost,
+    "copy_on_device": Kind.cudaMemcpyDeviceToDevice,
+}
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("version", [12090, 13000])
 @pytest.mark.parametrize("count", [1, 3, 4, 100])
 def test_every_copy_is_asked_for_once_in_a_batch_or_alone(
-    make: Callable[..., tuple[CudaRuntime, Recorder]], version: int, count: int
+    make: Callable[..., tuple[CudaRuntime, Recorder]], version: int, count: int, direction: str
 ) -> None:
     cuda, recorder = make(version=version)
     copies = [(1000 + n, 2000 + n, 30 + n) for n in range(count)]
-    cuda.copy_to_device(copies, 9)
+    getattr(cuda, direction)(copies, 9)
     if len(recorder.calls) == 1 and count > 1:
         (call,) = recorder.calls
         assert call[0] == "cudaMemcpyBatchAsync"
@@ -148,8 +192,29 @@ def test_every_copy_is_asked_for_once_in_a_batch_or_alone(
         assert call[4] == count
         assert call[-1] == 9
     else:
-        kind = Kind.cudaMemcpyHostToDevice
+        kind = DIRECTIONS[direction]
         assert recorder.calls == [("cudaMemcpyAsync", *copy, kind, 9) for copy in copies]
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_sources_of_a_batch_are_read_in_stream_order(
+    make: Callable[..., tuple[CudaRuntime, Recorder]], direction: str
+) -> None:
+    cuda, recorder = make()
+    getattr(cuda, direction)([(1, 2, 3)] * 50, 9)
+    ((_, *_, (attributes,), _, _, _),) = recorder.calls
+    assert attributes.srcAccessOrder == Order.cudaMemcpySrcAccessOrderStream
+
+
+@pytest.mark.parametrize(("stream", "batches"), [(0, 0), (1, 0), (2, 1), (9, 1)])
+def test_legacy_stream_which_takes_no_batch_gets_one_copy_after_the_other(
+    make: Callable[..., tuple[CudaRuntime, Recorder]], stream: int, batches: int
+) -> None:
+    cuda, recorder = make()
+    cuda.copy_to_host([(1, 2, 3)] * 50, stream)
+    names = [call[0] for call in recorder.calls]
+    assert names.count("cudaMemcpyBatchAsync") == batches
+    assert len(names) == (1 if batches else 50)
 
 
 def test_failed_batch_is_a_device_error(
@@ -181,3 +246,66 @@ def test_handles_come_back_as_integers(
         "cudaEventDestroy",
         "cudaStreamDestroy",
     ]
+
+
+@pytest.mark.parametrize("stream", [0, 1, 2])
+def test_device_of_a_default_stream_is_that_of_the_thread(
+    make: Callable[..., tuple[CudaRuntime, Recorder]], stream: int
+) -> None:
+    cuda, _ = make(cudaGetDevice=(Code.cudaSuccess, 5))
+    assert cuda.stream_device(stream) == 5
+
+
+def test_device_of_a_stream_is_that_of_its_context_and_the_threads_own_comes_back(
+    make: Callable[..., tuple[CudaRuntime, Recorder]],
+) -> None:
+    driver = Driver()
+    cuda, _ = make(driver)
+    assert cuda.stream_device(9) == 3
+    assert driver.current == ["the caller's"]
+
+
+@pytest.mark.parametrize(
+    "call", ["cuStreamGetCtx", "cuCtxPushCurrent", "cuCtxGetDevice", "cuCtxPopCurrent"]
+)
+def test_failure_to_tell_a_streams_device_is_an_error_and_leaves_the_threads_context(
+    make: Callable[..., tuple[CudaRuntime, Recorder]], call: str
+) -> None:
+    driver = Driver(failing=call)
+    cuda, _ = make(driver)
+    wanted = rf"^{call} failed: cudaErrorMemoryAllocation \(2\)$"
+    with pytest.raises(DeviceError, match=wanted):
+        cuda.stream_device(9)
+    assert driver.current == ["the caller's"]
+
+
+@pytest.mark.parametrize(
+    ("code", "done"), [(Code.cudaSuccess, True), (Code.cudaErrorNotReady, False)]
+)
+def test_event_is_done_once_cuda_is_ready(
+    make: Callable[..., tuple[CudaRuntime, Recorder]], code: Code, done: bool
+) -> None:
+    cuda, recorder = make(cudaEventQuery=(code,))
+    assert cuda.event_is_done(9) is done
+    assert recorder.calls == [("cudaEventQuery", 9)]
+
+
+def test_event_that_failed_is_an_error_and_not_merely_undone(
+    make: Callable[..., tuple[CudaRuntime, Recorder]],
+) -> None:
+    cuda, _ = make(cudaEventQuery=(Code.cudaErrorMemoryAllocation,))
+    with pytest.raises(DeviceError, match="cudaEventQuery failed"):
+        cuda.event_is_done(9)
+
+
+@pytest.mark.parametrize("code", [Code.cudaSuccess, Code.cudaErrorMemoryAllocation])
+def test_free_memory_is_asked_on_its_device_and_the_threads_own_comes_back(
+    make: Callable[..., tuple[CudaRuntime, Recorder]], code: Code
+) -> None:
+    cuda, recorder = make(cudaGetDevice=(Code.cudaSuccess, 5), cudaMemGetInfo=(code, 100, 900))
+    if code is Code.cudaSuccess:
+        assert cuda.free_memory(2) == 100
+    else:
+        with pytest.raises(DeviceError, match="cudaMemGetInfo failed"):
+            cuda.free_memory(2)
+    assert recorder.calls[1:] == [("cudaSetDevice", 2), ("cudaMemGetInfo",), ("cudaSetDevice", 5)]

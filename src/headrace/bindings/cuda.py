@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from headrace.errors import DeviceError
@@ -11,8 +12,14 @@ from headrace.errors import DeviceError
 LEGACY_STREAM = 1
 """``cudaStreamLegacy``: the default stream, which waits for every blocking stream."""
 
+PER_THREAD_STREAM = 2
+"""``cudaStreamPerThread``: the default stream of the thread that makes the call."""
+
+DEFAULT_STREAMS = (0, LEGACY_STREAM, PER_THREAD_STREAM)
+"""Handles that mean a stream of the thread's current device; 0 is the legacy stream."""
+
 Copy = tuple[int, int, int]
-"""Destination address on the device, source address in host memory, bytes."""
+"""Destination address, source address, bytes."""
 
 _BATCH_COPIES = 4
 # From a few copies on, one batch beats a loop: 24.6 against 7.0 GB/s for blocks of 64 KiB pieces
@@ -63,6 +70,12 @@ class Cuda(Protocol):
     def synchronize_stream(self, stream: int) -> None:
         """Wait for all work on the stream, spinning: for waits that are short."""
 
+    def stream_device(self, stream: int) -> int:
+        """Ordinal of the stream's device; that of the calling thread for `DEFAULT_STREAMS`.
+
+        The stream must exist: CUDA may crash on other handles.
+        """
+
     def create_event(self) -> int:
         """Create an event without timing on the calling thread's device."""
 
@@ -75,6 +88,9 @@ class Cuda(Protocol):
     def synchronize_event(self, event: int) -> None:
         """Sleep until the event's last record has happened."""
 
+    def event_is_done(self, event: int) -> bool:
+        """Whether the event's last record has happened; True if there is none. Does not wait."""
+
     def wait_event(self, stream: int, event: int) -> None:
         """Make later work on the stream wait for the event; does not block the host."""
 
@@ -84,14 +100,27 @@ class Cuda(Protocol):
         The sources must stay unchanged until the copies are done.
         """
 
+    def copy_to_host(self, copies: Sequence[Copy], stream: int) -> None:
+        """Enqueue copies from device memory to host memory, in any order among themselves.
+
+        The destinations hold the bytes once something has waited for the copies. They ought to be
+        page-locked: a copy to other memory blocks the whole interpreter until it is done.
+        """
+
+    def copy_on_device(self, copies: Sequence[Copy], stream: int) -> None:
+        """Enqueue copies within the memory of one device, in any order among themselves."""
+
+    def free_memory(self, device: int) -> int:
+        """Bytes of the device's memory that nobody holds now; makes a context on the device."""
+
 
 class CudaRuntime:
-    """`Cuda` over ``cuda.bindings.runtime``, and the driver for the two calls made most often.
+    """`Cuda` over ``cuda.bindings.runtime``, and the driver for the calls made most often.
 
     A worker makes three calls for each block: it reads, it enqueues a copy, it waits for an older
     copy. The bindings release the interpreter lock in each, and a dozen workers that hand it to
     each other lose a sixth of the link (44 against 51 GB/s). Enqueueing takes 2 microseconds, and
-    the older copy is mostly done: these two are therefore called without releasing the lock.
+    the older copy is mostly done: both are therefore called without releasing the lock.
 
     Raises
     ------
@@ -104,9 +133,18 @@ class CudaRuntime:
 
         self._runtime: Any = runtime
         self._success = runtime.cudaError_t.cudaSuccess
-        self._to_device = runtime.cudaMemcpyKind.cudaMemcpyHostToDevice
         self._batch_attributes = _make_batch_attributes(runtime)
-        self._driver = _load_driver()
+        self._driver = driver = _load_driver()
+        kinds = runtime.cudaMemcpyKind
+        self._to_device = _Direction(
+            kinds.cudaMemcpyHostToDevice, driver and driver.cuMemcpyHtoDAsync_v2
+        )
+        self._to_host = _Direction(
+            kinds.cudaMemcpyDeviceToHost, driver and driver.cuMemcpyDtoHAsync_v2
+        )
+        self._on_device = _Direction(
+            kinds.cudaMemcpyDeviceToDevice, driver and driver.cuMemcpyDtoDAsync_v2
+        )
 
     def device_count(self) -> int:
         """See `Cuda.device_count`."""
@@ -136,10 +174,8 @@ class CudaRuntime:
         if attribute is None:
             raise DeviceError(f"cuDeviceGetAttribute: this cuda.bindings has no {name}")
         self.device_count()  # the runtime initialises the driver
-        code, value = driver.cuDeviceGetAttribute(attribute, device)
-        if int(code):
-            raise DeviceError(f"cuDeviceGetAttribute failed: {code.name} ({int(code)})")
-        return int(value)
+        answer = driver.cuDeviceGetAttribute(attribute, device)
+        return int(_check_driver("cuDeviceGetAttribute", answer))
 
     def current_device(self) -> int:
         """See `Cuda.current_device`."""
@@ -185,6 +221,21 @@ class CudaRuntime:
             return
         self._check("cudaStreamSynchronize", self._runtime.cudaStreamSynchronize(stream))
 
+    def stream_device(self, stream: int) -> int:
+        """See `Cuda.stream_device`."""
+        if stream in DEFAULT_STREAMS:
+            return self.current_device()
+        from cuda.bindings import driver
+
+        # The runtime's own call for it needs a driver of CUDA 12.8; these are as old as contexts.
+        self.device_count()  # the runtime initialises the driver
+        context = _check_driver("cuStreamGetCtx", driver.cuStreamGetCtx(stream))
+        _check_driver("cuCtxPushCurrent", driver.cuCtxPushCurrent(context))
+        try:
+            return int(_check_driver("cuCtxGetDevice", driver.cuCtxGetDevice()))
+        finally:
+            _check_driver("cuCtxPopCurrent", driver.cuCtxPopCurrent())
+
     def create_event(self) -> int:
         """See `Cuda.create_event`."""
         # A thread that waits for it sleeps: a wait of a tenth of a second would else burn one CPU.
@@ -204,15 +255,45 @@ class CudaRuntime:
         """See `Cuda.synchronize_event`."""
         self._check("cudaEventSynchronize", self._runtime.cudaEventSynchronize(event))
 
+    def event_is_done(self, event: int) -> bool:
+        """See `Cuda.event_is_done`."""
+        answer = self._runtime.cudaEventQuery(event)
+        if answer[0] == self._runtime.cudaError_t.cudaErrorNotReady:
+            return False
+        self._check("cudaEventQuery", answer)
+        return True
+
     def wait_event(self, stream: int, event: int) -> None:
         """See `Cuda.wait_event`."""
         self._check("cudaStreamWaitEvent", self._runtime.cudaStreamWaitEvent(stream, event, 0))
 
     def copy_to_device(self, copies: Sequence[Copy], stream: int) -> None:
         """See `Cuda.copy_to_device`; many small copies go as one batch where CUDA has that."""
-        if len(copies) < _BATCH_COPIES or self._batch_attributes is None:
+        self._copy(copies, stream, self._to_device)
+
+    def copy_to_host(self, copies: Sequence[Copy], stream: int) -> None:
+        """See `Cuda.copy_to_host`; in batches as `copy_to_device`."""
+        self._copy(copies, stream, self._to_host)
+
+    def copy_on_device(self, copies: Sequence[Copy], stream: int) -> None:
+        """See `Cuda.copy_on_device`; in batches as `copy_to_device`."""
+        self._copy(copies, stream, self._on_device)
+
+    def free_memory(self, device: int) -> int:
+        """See `Cuda.free_memory`."""
+        before = self.current_device()
+        self.set_device(device)
+        try:
+            return int(self._check("cudaMemGetInfo", self._runtime.cudaMemGetInfo()))
+        finally:
+            self.set_device(before)
+
+    def _copy(self, copies: Sequence[Copy], stream: int, direction: _Direction) -> None:
+        # CUDA takes no batch on the legacy stream.
+        alone = self._batch_attributes is None or stream in (0, LEGACY_STREAM)
+        if alone or len(copies) < _BATCH_COPIES:
             for copy in copies:
-                self._copy_one(*copy, stream)
+                self._copy_one(*copy, stream, direction)
             return
         destinations, sources, lengths = (list(column) for column in zip(*copies, strict=True))
         answer = self._runtime.cudaMemcpyBatchAsync(
@@ -220,12 +301,14 @@ class CudaRuntime:
         )
         self._check("cudaMemcpyBatchAsync", answer)
 
-    def _copy_one(self, destination: int, source: int, nbytes: int, stream: int) -> None:
-        driver = self._driver
-        if driver and driver.cuMemcpyHtoDAsync_v2(destination, source, nbytes, stream) == 0:
+    def _copy_one(
+        self, destination: int, source: int, nbytes: int, stream: int, direction: _Direction
+    ) -> None:
+        fast = direction.driver_call
+        if fast is not None and fast(destination, source, nbytes, stream) == 0:
             return
         # Without a driver, or where its call failed: the runtime's gives the error and its name.
-        answer = self._runtime.cudaMemcpyAsync(destination, source, nbytes, self._to_device, stream)
+        answer = self._runtime.cudaMemcpyAsync(destination, source, nbytes, direction.kind, stream)
         self._check("cudaMemcpyAsync", answer)
 
     def _check(self, call: str, answer: tuple[Any, ...]) -> Any:
@@ -237,8 +320,26 @@ class CudaRuntime:
         return answer[1] if len(answer) > 1 else None
 
 
+@dataclass(frozen=True, slots=True)
+class _Direction:
+    kind: Any
+    """The runtime's ``cudaMemcpyKind``."""
+    driver_call: Callable[[int, int, int, int], int] | None
+    """The driver's call for one copy, which keeps the interpreter lock; None without a driver."""
+
+
+def _check_driver(call: str, answer: tuple[Any, ...]) -> Any:
+    """Raise on any code of the driver but success; else give back what the call returned."""
+    if int(answer[0]):
+        raise DeviceError(f"{call} failed: {answer[0].name} ({int(answer[0])})")
+    return answer[1] if len(answer) > 1 else None
+
+
 def _make_batch_attributes(runtime: Any) -> Any | None:
-    """Attributes of a batch whose sources are read in stream order; None without batches."""
+    """Attributes of a batch whose sources are read in stream order; None without batches.
+
+    Without stream order a copy out of device memory could overtake the work that fills it.
+    """
     if not hasattr(runtime, "cudaMemcpyBatchAsync") or runtime.CUDART_VERSION < _BATCH_VERSION:
         return None
     attributes = runtime.cudaMemcpyAttributes()
@@ -252,11 +353,9 @@ def _load_driver() -> Any | None:
         driver = ctypes.PyDLL("libcuda.so.1")
     except OSError:
         return None
-    driver.cuMemcpyHtoDAsync_v2.argtypes = (
-        ctypes.c_uint64,
-        ctypes.c_void_p,
-        ctypes.c_size_t,
-        ctypes.c_void_p,
-    )
+    host, device, rest = ctypes.c_void_p, ctypes.c_uint64, (ctypes.c_size_t, ctypes.c_void_p)
+    driver.cuMemcpyHtoDAsync_v2.argtypes = (device, host, *rest)
+    driver.cuMemcpyDtoHAsync_v2.argtypes = (host, device, *rest)
+    driver.cuMemcpyDtoDAsync_v2.argtypes = (device, device, *rest)
     driver.cuStreamQuery.argtypes = (ctypes.c_void_p,)
     return driver

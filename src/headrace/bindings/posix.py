@@ -1,9 +1,10 @@
-"""Files: the Protocol that every read goes through, and the real one over Linux."""
+"""Files: the Protocol that every read and write goes through, and the real one over Linux."""
 
 from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import mmap
 import os
 import struct
@@ -108,6 +109,42 @@ class Files(Protocol):
     def map_shared(self, fd: int, file_offset: int, nbytes: int) -> Mapping:
         """Map a page-aligned range for reading; ValueError or OSError past the end of the file."""
 
+    def open_write(self, path: str, *, direct: bool = False, create: bool = False) -> int:
+        """Open for reading and writing, as it is; with `create`, made if it is missing."""
+
+    def create(self, path: str, mode: int) -> int:
+        """Make a new file, less the umask, and open it; FileExistsError for a link as well."""
+
+    def pwritev(self, fd: int, views: Sequence[memoryview], file_offset: int) -> int:
+        """Write `views` one after the other; bytes written, possibly fewer."""
+
+    def allocate(self, fd: int, file_offset: int, nbytes: int) -> None:
+        """Reserve space, and grow the file to the range's end; EOPNOTSUPP where it cannot be."""
+
+    def resize(self, fd: int, nbytes: int) -> None:
+        """Cut the file, or extend it by a hole (ftruncate)."""
+
+    def sync(self, fd: int) -> None:
+        """Wait until storage has the file's bytes and attributes (fsync)."""
+
+    def sync_directory(self, path: str) -> None:
+        """Wait until storage has the directory's names (fsync)."""
+
+    def rename(self, old: str, new: str) -> None:
+        """Give a file another name, in place of what has that name."""
+
+    def remove(self, path: str) -> None:
+        """Remove a name (unlink)."""
+
+    def lock(self, fd: int) -> bool:
+        """Lock until it is closed (flock), without waiting; False if somebody else holds it."""
+
+    def set_mode(self, fd: int, mode: int) -> None:
+        """Set the permissions (fchmod)."""
+
+    def list_directory(self, path: str) -> list[str]:
+        """Names in a directory, in no order."""
+
 
 class PosixFiles:
     """`Files` over the Linux system calls."""
@@ -116,6 +153,8 @@ class PosixFiles:
         self._libc = ctypes.CDLL(None, use_errno=True)
         self._libc.syscall.restype = ctypes.c_long
         self._libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p)
+        offset = ctypes.c_int64
+        self._libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, offset, offset)
 
     def open(self, path: str, *, direct: bool = False) -> int:
         """See `Files.open`."""
@@ -201,6 +240,66 @@ class PosixFiles:
     def map_shared(self, fd: int, file_offset: int, nbytes: int) -> Mapping:
         """See `Files.map_shared`."""
         return Mapping(fd, file_offset, nbytes)
+
+    def open_write(self, path: str, *, direct: bool = False, create: bool = False) -> int:
+        """See `Files.open_write`."""
+        flags = os.O_RDWR | os.O_CLOEXEC
+        flags |= (os.O_DIRECT if direct else 0) | (os.O_CREAT if create else 0)
+        return os.open(path, flags, 0o666)
+
+    def create(self, path: str, mode: int) -> int:
+        """See `Files.create`."""
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        return os.open(path, flags, mode)
+
+    def pwritev(self, fd: int, views: Sequence[memoryview], file_offset: int) -> int:
+        """See `Files.pwritev`."""
+        return os.pwritev(fd, views, file_offset)
+
+    def allocate(self, fd: int, file_offset: int, nbytes: int) -> None:
+        """See `Files.allocate`."""
+        # Not posix_fallocate, which writes the whole range where the file system cannot reserve.
+        _check("fallocate", self._libc.fallocate(fd, 0, file_offset, nbytes))
+
+    def resize(self, fd: int, nbytes: int) -> None:
+        """See `Files.resize`."""
+        os.ftruncate(fd, nbytes)
+
+    def sync(self, fd: int) -> None:
+        """See `Files.sync`."""
+        os.fsync(fd)
+
+    def sync_directory(self, path: str) -> None:
+        """See `Files.sync_directory`."""
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def rename(self, old: str, new: str) -> None:
+        """See `Files.rename`."""
+        os.rename(old, new)
+
+    def remove(self, path: str) -> None:
+        """See `Files.remove`."""
+        os.unlink(path)
+
+    def lock(self, fd: int) -> bool:
+        """See `Files.lock`."""
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    def set_mode(self, fd: int, mode: int) -> None:
+        """See `Files.set_mode`."""
+        os.fchmod(fd, mode)
+
+    def list_directory(self, path: str) -> list[str]:
+        """See `Files.list_directory`."""
+        return os.listdir(path)
 
     def _syscall(self, name: str, number: int, *arguments: object) -> None:
         _check(name, self._libc.syscall(ctypes.c_long(number), *arguments))

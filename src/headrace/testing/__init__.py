@@ -14,6 +14,7 @@ from headrace.testing.fake_array import FakeDeviceArray
 from headrace.testing.fake_cuda import FakeCuda
 from headrace.testing.fake_cufile import FakeCuFile
 from headrace.testing.faulty_files import FaultyFiles
+from headrace.testing.faulty_writing import Killed
 
 if TYPE_CHECKING:
     from headrace.testing.engine_suite import EngineSuite
@@ -26,6 +27,7 @@ __all__ = [
     "FakeDeviceArray",
     "FaultyFiles",
     "FormatSuite",
+    "Killed",
 ]
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import ctypes
 import itertools
 import math
-import mmap
-import os
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -14,33 +12,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import NoReturn
 
-from headrace.bindings.cuda import LEGACY_STREAM, Copy
-from headrace.errors import DeviceError
+from headrace.bindings.cuda import DEFAULT_STREAMS, LEGACY_STREAM, PER_THREAD_STREAM, Copy
+from headrace.testing.fake_memory import Block, Blocks, FindBlock, Refusals, move
 
 POISON = 0xA5
 """Byte that fills a new `headrace.testing.FakeDeviceArray`."""
 
-
-@dataclass(slots=True, eq=False)
-class _Block:
-    """Memory of a device, or page-locked host memory."""
-
-    pointer: int
-    nbytes: int
-    device: int | None
-    owner: mmap.mmap | None = None
-    alive: bool = True
-    read_only: bool = False
-
-    def __str__(self) -> str:
-        where = "pinned" if self.device is None else f"device {self.device}"
-        return f"{where} memory at {self.pointer:#x} ({self.nbytes} bytes)"
-
-    def holds(self, pointer: int, nbytes: int) -> bool:
-        return self.pointer <= pointer <= pointer + nbytes <= self.pointer + self.nbytes
-
-    def meets(self, pointer: int, nbytes: int) -> bool:
-        return pointer - self.nbytes < self.pointer < pointer + nbytes
+_PLENTY = 1 << 40
 
 
 @dataclass(slots=True, eq=False)
@@ -67,15 +45,17 @@ class _Event:
 class FakeCuda:
     """`headrace.bindings.cuda.Cuda` over host memory, for tests.
 
-    A copy reads its source only when something waits for it: `synchronize_stream`,
-    `synchronize_event`, or another stream that was told to wait and is itself waited for. So a
-    bounce buffer that is reused too early, or a call that returns too early, gives wrong bytes.
-    A destroyed stream does what is queued only for those who wait for an event on it. Streams 0
-    and 1 are each device's legacy stream, which waits for no stream of `create_stream`.
+    A copy, in any direction, reads its source only when something waits for it:
+    `synchronize_stream`, `synchronize_event`, or another stream that was told to wait and is itself
+    waited for; `event_is_done` does not wait. So a source that is changed too early, a destination
+    that is read too early, or a call that returns too early, gives wrong bytes. A destroyed stream
+    does what is queued only for those who wait for an event on it. Streams 0 and 1 are each
+    device's legacy stream, 2 is each thread's own; neither waits for a stream of `create_stream`.
 
     Misuse that real CUDA may forgive raises `DeviceError`: memory freed, or no longer pinned, while
-    a queued copy names it, copies out of range, double frees, destroyed streams and events, and
-    those of another device than the memory or the stream they are used with.
+    a queued copy names it, copies out of range or into files that are registered read-only, double
+    frees, destroyed streams and events, and those of another device than the memory or the stream
+    they are used with.
 
     Parameters
     ----------
@@ -84,7 +64,9 @@ class FakeCuda:
     pinned_limit_nbytes
         `register_host` fails as CUDA does when more than this would be held; None for no limit.
     fail_copy_at
-        The copy that fails, counted from 1 over all streams; None for none.
+        The copy that fails, counted from 1 over all streams and directions; None for none.
+    free_nbytes
+        What `free_memory` says of each device; None for plenty.
 
     Attributes
     ----------
@@ -95,7 +77,7 @@ class FakeCuda:
     copies, copied_nbytes, pending_copies : int
         Copies that ran, their bytes, and copies that are queued and have not run.
     pageable_copies : int
-        Copies that were asked for from memory that is not pinned.
+        Copies that were asked for from or to host memory that is not pinned.
     errors : list[str]
         Every misuse, also where the `DeviceError` was swallowed; injected failures do not count.
     """
@@ -106,6 +88,7 @@ class FakeCuda:
         *,
         pinned_limit_nbytes: int | None = None,
         fail_copy_at: int | None = None,
+        free_nbytes: int | None = None,
     ) -> None:
         self.pinned_nbytes = self.peak_pinned_nbytes = self.mapped_nbytes = 0
         self.copies = self.copied_nbytes = self.pending_copies = self.pageable_copies = 0
@@ -113,11 +96,13 @@ class FakeCuda:
         self._devices = devices
         self._pinned_limit = math.inf if pinned_limit_nbytes is None else pinned_limit_nbytes
         self._fail_copy_at = fail_copy_at
+        self._free_nbytes = _PLENTY if free_nbytes is None else free_nbytes
         self._copy_calls = itertools.count(1)
         self._lock = threading.RLock()
         self._thread = threading.local()
         self._handles = itertools.count(0x1000)
-        self._blocks: dict[int, _Block] = {}
+        self._refuse = Refusals(self.errors)
+        self._memory = Blocks(self._refuse)
         self._legacy = [_Stream(LEGACY_STREAM, device) for device in range(devices)]
         self._streams: dict[int, _Stream] = {}
         self._events: dict[int, _Event] = {}
@@ -155,21 +140,21 @@ class FakeCuda:
     def pointer_device(self, pointer: int) -> int | None:
         """See `Cuda.pointer_device`."""
         with self._lock:
-            return next((block.device for block in self._find_met(pointer, 1)), None)
+            return next((block.device for block in self._memory.met_by(pointer, 1)), None)
 
     def register_host(self, pointer: int, nbytes: int, *, read_only: bool = False) -> None:
         """See `Cuda.register_host`."""
         call = "cudaHostRegister"
         self._check_nbytes(call, nbytes)
         with self._lock:
-            if self._find_met(pointer, nbytes):
+            if self._memory.met_by(pointer, nbytes):
                 what = f"[{pointer:#x}, {pointer + nbytes:#x}) meets memory that CUDA knows"
                 self._refuse(call, "cudaErrorHostMemoryAlreadyRegistered", 712, what)
             wanted = self.pinned_nbytes + self.mapped_nbytes + nbytes
             if wanted > self._pinned_limit:
                 what = f"{nbytes} bytes make it {wanted}, above the limit {self._pinned_limit}"
                 self._refuse(call, "cudaErrorMemoryAllocation", 2, what, misuse=False)
-            self._blocks[pointer] = _Block(pointer, nbytes, None, read_only=read_only)
+            self._memory.add(Block(pointer, nbytes, None, read_only=read_only))
             if read_only:
                 self.mapped_nbytes += nbytes
                 return
@@ -179,7 +164,7 @@ class FakeCuda:
     def unregister_host(self, pointer: int) -> None:
         """See `Cuda.unregister_host`."""
         with self._lock:
-            block = self._remove_block("cudaHostUnregister", pointer, pinned=True)
+            block = self._memory.remove("cudaHostUnregister", pointer, pinned=True)
             if block.read_only:
                 self.mapped_nbytes -= block.nbytes
             else:
@@ -189,27 +174,24 @@ class FakeCuda:
         """Allocate memory of `device` and return its address; its bytes are zero."""
         self._check_device("cudaMalloc", device)
         self._check_nbytes("cudaMalloc", nbytes)
-        owner = mmap.mmap(-1, nbytes)
-        pointer = ctypes.addressof(ctypes.c_char.from_buffer(owner))
         with self._lock:
-            self._blocks[pointer] = _Block(pointer, nbytes, device, owner)
-        return pointer
+            return self._memory.allocate(nbytes, device)
 
     def device_free(self, pointer: int) -> None:
         """Free what `device_alloc` gave."""
         with self._lock:
-            self._remove_block("cudaFree", pointer, pinned=False)
+            self._memory.remove("cudaFree", pointer, pinned=False)
 
     def device_bytes(self, pointer: int, nbytes: int) -> bytes:
         """Bytes that device memory holds now; copies that are still queued do not run."""
         with self._lock:
-            self._device_block("device_bytes", pointer, nbytes)
+            self._memory.on_device("device_bytes", pointer, nbytes)
             return ctypes.string_at(pointer, nbytes)
 
     def device_write(self, pointer: int, data: bytes) -> None:
         """Put bytes into device memory now, past every stream."""
         with self._lock:
-            self._device_block("device_write", pointer, len(data))
+            self._memory.on_device("device_write", pointer, len(data))
             ctypes.memmove(pointer, data, len(data))
 
     def create_stream(self) -> int:
@@ -232,6 +214,11 @@ class FakeCuda:
             found = self._find_stream("cudaStreamSynchronize", stream)
             while found.queue:
                 found.queue.popleft()()
+
+    def stream_device(self, stream: int) -> int:
+        """See `Cuda.stream_device`."""
+        with self._lock:
+            return self._find_stream("cuStreamGetCtx", stream).device
 
     def create_event(self) -> int:
         """See `Cuda.create_event`."""
@@ -263,6 +250,12 @@ class FakeCuda:
             if record is not None:
                 self._run_until(record)
 
+    def event_is_done(self, event: int) -> bool:
+        """See `Cuda.event_is_done`; False for as long as nothing waits for what is recorded."""
+        with self._lock:
+            record = self._find_event("cudaEventQuery", event).latest
+            return record is None or record.happened.is_set()
+
     def wait_event(self, stream: int, event: int) -> None:
         """See `Cuda.wait_event`; it is the event's latest record now that counts."""
         call = "cudaStreamWaitEvent"
@@ -273,10 +266,20 @@ class FakeCuda:
 
     def copy_to_device(self, copies: Sequence[Copy], stream: int) -> None:
         """See `Cuda.copy_to_device`; the last one runs first, since no order is promised."""
-        with self._lock:
-            on = self._find_stream("cudaMemcpyAsync", stream)
-            for copy in reversed(copies):
-                self._queue_copy(copy, on)
+        self._queue_copies(copies, stream, self._memory.on_device, self._memory.on_host)
+
+    def copy_to_host(self, copies: Sequence[Copy], stream: int) -> None:
+        """See `Cuda.copy_to_host`; the last one runs first, since no order is promised."""
+        self._queue_copies(copies, stream, self._memory.writable_on_host, self._memory.on_device)
+
+    def copy_on_device(self, copies: Sequence[Copy], stream: int) -> None:
+        """See `Cuda.copy_on_device`; the last one runs first, since no order is promised."""
+        self._queue_copies(copies, stream, self._memory.on_device, self._memory.on_device)
+
+    def free_memory(self, device: int) -> int:
+        """See `Cuda.free_memory`; what `device_alloc` gave is not taken off."""
+        self._check_device("cudaMemGetInfo", device)
+        return self._free_nbytes
 
     def enqueue_on(self, stream: int, work: Callable[[], None]) -> None:
         """Queue a user's `work`; it runs in the thread that waits, and must not wait itself."""
@@ -288,26 +291,38 @@ class FakeCuda:
         while not record.happened.is_set():
             record.stream.queue.popleft()()
 
-    def _queue_copy(self, copy: Copy, on: _Stream) -> None:
+    def _queue_copies(
+        self, copies: Sequence[Copy], stream: int, find_target: FindBlock, find_source: FindBlock
+    ) -> None:
+        with self._lock:
+            on = self._find_stream("cudaMemcpyAsync", stream)
+            for copy in reversed(copies):
+                self._queue_copy(copy, on, find_target, find_source)
+
+    def _queue_copy(
+        self, copy: Copy, on: _Stream, find_target: FindBlock, find_source: FindBlock
+    ) -> None:
         call, (destination, source, nbytes) = "cudaMemcpyAsync", copy
         if next(self._copy_calls) == self._fail_copy_at:
             what = f"copy {self._fail_copy_at} was told to fail"
             self._refuse(call, "cudaErrorUnknown", 999, what, misuse=False)
         self._check_nbytes(call, nbytes)
-        target = self._device_block(call, destination, nbytes)
-        self._check_device_is(target.device, on, call, str(target))
-        origin = self._find_source(call, source, nbytes)
+        target = find_target(call, destination, nbytes)
+        origin = find_source(call, source, nbytes)
+        for block in (target, origin):
+            if block is not None and block.device is not None:
+                self._check_device_is(block.device, on, call, str(block))
         on.queue.append(partial(self._run_copy, copy, target, origin))
         self.pending_copies += 1
-        self.pageable_copies += origin is None
+        self.pageable_copies += target is None or origin is None
 
-    def _run_copy(self, copy: Copy, *blocks: _Block | None) -> None:
+    def _run_copy(self, copy: Copy, *blocks: Block | None) -> None:
         self.pending_copies -= 1
         for block in blocks:
             if block is not None and not block.alive:
                 what = f"{block} was freed while a queued copy of {copy[2]} bytes names it"
                 self._refuse("cudaMemcpyAsync", "cudaErrorIllegalAddress", 700, what)
-        _move(*copy, of_file=blocks[-1] is not None and blocks[-1].read_only)
+        move(*copy, of_file=blocks[-1] is not None and blocks[-1].read_only)
         self.copies += 1
         self.copied_nbytes += copy[2]
 
@@ -316,37 +331,19 @@ class FakeCuda:
         if nbytes < 1:
             self._refuse(call, "cudaErrorInvalidValue", 1, f"{nbytes} bytes; at least 1 is wanted")
 
-    def _remove_block(self, call: str, pointer: int, *, pinned: bool) -> _Block:
-        block = self._blocks.get(pointer)
-        if block is None or (block.device is None) != pinned:
-            what = f"{pointer:#x} is not the start of live memory of this kind"
-            self._refuse(call, "cudaErrorInvalidValue", 1, what)
-        block.alive = False
-        del self._blocks[pointer]
-        return block
-
-    def _find_met(self, pointer: int, nbytes: int) -> list[_Block]:
-        return [block for block in self._blocks.values() if block.meets(pointer, nbytes)]
-
-    def _device_block(self, call: str, pointer: int, nbytes: int) -> _Block:
-        met = self._find_met(pointer, nbytes)
-        if not met or met[0].device is None or not met[0].holds(pointer, nbytes):
-            self._refuse_pointer(call, "device", pointer, nbytes)
-        return met[0]
-
-    def _find_source(self, call: str, pointer: int, nbytes: int) -> _Block | None:
-        """Pinned memory that the copy reads; None where it is pageable."""
-        met = self._find_met(pointer, nbytes)
-        if any(block.device is not None or not block.holds(pointer, nbytes) for block in met):
-            self._refuse_pointer(call, "host", pointer, nbytes)
-        return met[0] if met else None
-
     def _find_stream(self, call: str, stream: int) -> _Stream:
-        if stream in (0, LEGACY_STREAM):
-            return self._legacy[self.current_device()]
+        if stream in DEFAULT_STREAMS:
+            return self._find_default_stream(stream)
         if stream not in self._streams:
             self._refuse_handle(call, "stream", stream)
         return self._streams[stream]
+
+    def _find_default_stream(self, stream: int) -> _Stream:
+        device = self.current_device()
+        if stream != PER_THREAD_STREAM:
+            return self._legacy[device]
+        own: dict[int, _Stream] = vars(self._thread).setdefault("streams", {})
+        return own.setdefault(device, _Stream(PER_THREAD_STREAM, device))
 
     def _find_event(self, call: str, event: int) -> _Event:
         if event not in self._events:
@@ -365,25 +362,3 @@ class FakeCuda:
     def _refuse_handle(self, call: str, kind: str, handle: int) -> NoReturn:
         what = f"{kind} {handle} is destroyed or never was"
         self._refuse(call, "cudaErrorInvalidResourceHandle", 400, what)
-
-    def _refuse_pointer(self, call: str, kind: str, pointer: int, nbytes: int) -> NoReturn:
-        what = f"{nbytes} bytes at {pointer:#x} are not inside one allocation of {kind} memory"
-        self._refuse(call, "cudaErrorInvalidValue", 1, what)
-
-    def _refuse(self, call: str, name: str, code: int, what: str, misuse: bool = True) -> NoReturn:
-        message = f"{call} failed: {name} ({code}): {what}"
-        self.errors.extend([message] if misuse else [])
-        raise DeviceError(message)
-
-
-def _move(destination: int, source: int, nbytes: int, *, of_file: bool) -> None:
-    """Copy bytes; out of a mapped file through the kernel, which a truncation cannot kill."""
-    if not of_file:
-        ctypes.memmove(destination, source, nbytes)
-        return
-    with open("/proc/self/mem", "rb", buffering=0) as memory:
-        try:
-            data = os.pread(memory.fileno(), nbytes, source)
-        except OSError:  # past the end of a file that is shorter by now: CUDA copies old pages
-            data = b""
-    ctypes.memmove(destination, data.ljust(nbytes, b"\0"), nbytes)

@@ -5,37 +5,29 @@ from __future__ import annotations
 import errno
 import mmap
 import os
-import threading
 from collections.abc import Callable, Sequence
-from dataclasses import KW_ONLY, dataclass, field
-from typing import NoReturn
+from dataclasses import dataclass, field
 
-from headrace.bindings.posix import DirectAlignment, Files, FileStatus, Mapping, PosixFiles
-from headrace.memory.alignment import align_down
+from headrace.bindings.posix import DirectAlignment, FileStatus, Mapping
+from headrace.testing.faulty_writing import WritingFaults, cut_views, refuse
 
-_SECTOR_NBYTES = 512
 _CHUNK_NBYTES = 1 << 20
 _INVERSE = bytes(range(255, -1, -1))
 
 
-@dataclass(slots=True, eq=False)
-class FaultyFiles:
+@dataclass(slots=True, eq=False, kw_only=True)
+class FaultyFiles(WritingFaults):
     """`headrace.bindings.posix.Files` over real files, with faults and counters.
 
     ``truncate_after``, ``rewrite_after`` and ``replace_after`` change the real file, once, when
     that many bytes were read in total; 0 does it before the first byte.
     """
 
-    inner: Files = field(default_factory=PosixFiles)
-    """What does the work."""
-    _: KW_ONLY
     short_reads: int | None = None
     """No read gives more bytes than this; with O_DIRECT, than its next lower multiple of the
     alignment that the file demands."""
     eio_at: int | None = None
     """A read that covers this file offset raises OSError(EIO)."""
-    eintr_every: int | None = None
-    """Each so many-th read raises InterruptedError before a byte is read; at least 2."""
     truncate_after: int | None = None
     """Cut the file to `to` bytes after so many bytes; its mtime stays, as if all had happened
     within one tick of the file system's clock."""
@@ -46,8 +38,6 @@ class FaultyFiles:
     replace_after: int | None = None
     """Rename another file, of the same size and with inverted bytes, over the path after so many
     bytes."""
-    refuse_direct: bool = False
-    """Opening with O_DIRECT raises OSError(EINVAL), as file systems without it do."""
     no_cachestat: bool = False
     """`cached_pages` raises OSError(ENOSYS), as kernels before Linux 6.5 do."""
     deny_cachestat: bool = False
@@ -68,61 +58,36 @@ class FaultyFiles:
     """Bytes mapped for a GPU to read."""
     reads: int = field(default=0, init=False)
     """Calls of `preadv`, failed ones too."""
-    opens: int = field(default=0, init=False)
-    """Descriptors that were opened."""
     forgotten_nbytes: int = field(default=0, init=False)
     """Bytes in the ranges that `forget` was told to drop."""
-    _open: dict[int, tuple[str, bool]] = field(default_factory=dict, init=False)
-    _lock: threading.RLock = field(default_factory=threading.RLock, init=False)
-
-    def __post_init__(self) -> None:
-        if self.eintr_every is not None and self.eintr_every < 2:
-            raise ValueError(f"eintr_every is {self.eintr_every}; below 2 no read ever succeeds")
 
     @property
     def nbytes_read(self) -> int:
         """Bytes read in total, and bytes mapped for the GPU to read."""
         return self.buffered_nbytes + self.direct_nbytes + self.mapped_nbytes
 
-    @property
-    def open_descriptors(self) -> tuple[int, ...]:
-        """Descriptors that were opened here and not closed."""
-        return tuple(self._open)
-
     def open(self, path: str, *, direct: bool = False) -> int:
         """See `Files.open`."""
-        if direct and self.refuse_direct:
-            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL), path)
-        fd = self.inner.open(path, direct=direct)
-        with self._lock:
-            self.opens += 1
-            self._open[fd] = (path, direct)
-        return fd
-
-    def close(self, fd: int) -> None:
-        """See `Files.close`; OSError(EBADF) for a descriptor that is not open here."""
-        with self._lock:
-            self._find(fd)
-            # Before the real close: the number may be given away again at once.
-            del self._open[fd]
-        self.inner.close(fd)
+        return self._keep(path, direct, lambda: self.inner.open(path, direct=direct))
 
     def status(self, fd: int) -> FileStatus:
         """See `Files.status`."""
+        self._live()
         return self.inner.status(fd)
 
     def path_status(self, path: str) -> FileStatus:
         """See `Files.path_status`."""
+        self._live()
         return self.inner.path_status(path)
 
     def preadv(self, fd: int, views: Sequence[memoryview], file_offset: int) -> int:
         """See `Files.preadv`."""
         path, direct = self._find(fd)
         self._count_read(path)
-        views = _cut_views(views, self._read_limit(fd, direct))
+        views = cut_views(views, self._limit(self.short_reads, fd, direct))
         stop = file_offset + sum(view.nbytes for view in views)
         if self.eio_at is not None and file_offset <= self.eio_at < stop:
-            _refuse(errno.EIO, f"preadv of [{file_offset}, {stop})")
+            refuse(errno.EIO, f"preadv of [{file_offset}, {stop})")
         done = self.inner.preadv(fd, views, file_offset)
         with self._lock:
             self.direct_nbytes += done if direct else 0
@@ -132,6 +97,7 @@ class FaultyFiles:
 
     def forget(self, fd: int, file_offset: int, nbytes: int) -> None:
         """See `Files.forget`."""
+        self._live()
         with self._lock:
             self.forgotten_nbytes += nbytes
         self.inner.forget(fd, file_offset, nbytes)
@@ -141,7 +107,7 @@ class FaultyFiles:
         path, _ = self._find(fd)
         stop = file_offset + nbytes
         if self.eio_at is not None and file_offset <= self.eio_at < stop:
-            _refuse(errno.EIO, f"mmap of [{file_offset}, {stop})")
+            refuse(errno.EIO, f"mmap of [{file_offset}, {stop})")
         mapping = self.inner.map_shared(fd, file_offset, nbytes)
         with self._lock:
             self.mapped_nbytes += nbytes
@@ -150,6 +116,7 @@ class FaultyFiles:
 
     def expect_random(self, fd: int) -> None:
         """See `Files.expect_random`."""
+        self._live()
         self.inner.expect_random(fd)
 
     def is_cached(self, fd: int, file_offset: int) -> bool:
@@ -165,9 +132,9 @@ class FaultyFiles:
         """See `Files.cached_pages`."""
         self._find(fd)
         if self.no_cachestat:
-            _refuse(errno.ENOSYS, "cachestat")
+            refuse(errno.ENOSYS, "cachestat")
         if self.deny_cachestat:
-            _refuse(errno.EPERM, "cachestat")
+            refuse(errno.EPERM, "cachestat")
         if self.resident is not None:
             return self.resident(file_offset, nbytes)
         return self.inner.cached_pages(fd, file_offset, nbytes)
@@ -176,34 +143,22 @@ class FaultyFiles:
         """See `Files.mapped_pages`."""
         self._find(fd)
         if self.no_mincore:
-            _refuse(errno.ENOSYS, "mincore")
+            refuse(errno.ENOSYS, "mincore")
         if self.resident is not None:
             return self.resident(file_offset, nbytes)
         return self.inner.mapped_pages(fd, file_offset, nbytes)
 
     def direct_alignment(self, fd: int) -> DirectAlignment | None:
         """See `Files.direct_alignment`."""
+        self._live()
         return None if self.no_dioalign else self.inner.direct_alignment(fd)
-
-    def _find(self, fd: int) -> tuple[str, bool]:
-        with self._lock:
-            if fd not in self._open:
-                _refuse(errno.EBADF, f"descriptor {fd}")
-            return self._open[fd]
 
     def _count_read(self, path: str) -> None:
         with self._lock:
             self.reads += 1
             self._change(path)
             if self.eintr_every is not None and self.reads % self.eintr_every == 0:
-                _refuse(errno.EINTR, f"preadv number {self.reads}")
-
-    def _read_limit(self, fd: int, direct: bool) -> int | None:
-        if self.short_reads is None or not direct:
-            return self.short_reads
-        demanded = self.inner.direct_alignment(fd)
-        unit = max(_SECTOR_NBYTES, demanded.offset if demanded else 0)
-        return max(align_down(self.short_reads, unit), unit)
+                refuse(errno.EINTR, f"preadv number {self.reads}")
 
     def _change(self, path: str) -> None:
         """Do to the file what is due by now; each change only once."""
@@ -229,19 +184,6 @@ def pages_where(held: Callable[[int], bool]) -> Callable[[int, int], int]:
     return count
 
 
-def _cut_views(views: Sequence[memoryview], limit: int | None) -> list[memoryview]:
-    """Keep the first `limit` bytes of the views."""
-    kept: list[memoryview] = []
-    for view in views:
-        part = view if limit is None else view.cast("B")[:limit]
-        kept.append(part)
-        if limit is not None:
-            limit -= part.nbytes
-            if not limit:
-                break
-    return kept
-
-
 def _truncate(path: str, nbytes: int) -> None:
     before = os.stat(path)
     os.truncate(path, nbytes)
@@ -256,8 +198,3 @@ def _invert(path: str, target: str) -> None:
             changed.write(chunk.translate(_INVERSE))
     # A clock tick of the kernel may be longer than the test, so that the time would stay the same.
     os.utime(target, ns=(later, later))
-
-
-def _refuse(code: int, call: str) -> NoReturn:
-    """Raise what the kernel says, which for calls on a descriptor knows no file name."""
-    raise OSError(code, f"{call}: {errno.errorcode[code]}: {os.strerror(code)}")
