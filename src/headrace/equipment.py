@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -14,10 +15,11 @@ from headrace.engines.base import Engine
 from headrace.engines.cached import CachedEngine
 from headrace.engines.direct import DirectEngine
 from headrace.engines.host import HostEngine
-from headrace.engines.lanes import Lanes
+from headrace.engines.lanes import Fence, Lanes, streams_of
 from headrace.engines.mapped import MappedEngine
 from headrace.engines.ring import Ring
 from headrace.errors import RouteUnavailable
+from headrace.memory.buffer import Buffer
 from headrace.memory.mappings import Mappings
 from headrace.memory.pinned import PinnedPool
 from headrace.options import Options
@@ -127,6 +129,20 @@ class Equipment:
                 "GPUDirect Storage", gds.available, gds.why, "headrace doctor", gds.remedy
             )
         return self._gds_volumes[volume]
+
+    @contextlib.contextmanager
+    def fence(self, device: Device, buffers: Iterable[Buffer]) -> Iterator[Fence]:
+        """Mark what is queued now on the streams of some buffers, for the length of a block."""
+        streams = streams_of(buffers)
+        if device.is_host or not streams:
+            yield Fence()
+            return
+        lanes = self._borrow_lanes()
+        fence = lanes.fence(device.index, streams)
+        try:
+            yield fence
+        finally:
+            lanes.forget(fence)
 
     def prepare_ring(self, device: int) -> str | None:
         """Get a first page-locked block; why there is none, or None when all is well."""

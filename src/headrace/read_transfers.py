@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from headrace.engines.base import Cargo, Engine, Stats
+from headrace.engines.lanes import Fence
 from headrace.equipment import Equipment
 from headrace.errors import RouteUnavailable, SourceChanged
 from headrace.formats.catalog import TensorSpec
@@ -73,8 +74,9 @@ class ReadTransfers:
             with watch.stage("allocate"):
                 buffers = allocate(found.specs)
             try:
-                with watch.stage("transfer"):
-                    stats, plan = self._run(plan, found, buffers, device, progress, forced)
+                with watch.stage("transfer"), self._equipment.fence(device, buffers) as fence:
+                    cargo = self._load_cargo(found, buffers, device, fence)
+                    stats, plan = self._run(plan, found, cargo, device, progress, forced)
                 with watch.stage("verify"):
                     for source in sources:
                         source.verify_unchanged()
@@ -132,11 +134,24 @@ class ReadTransfers:
             raise RouteUnavailable(f"strict=True forbids a downgrade: {rejection}")
         return plan.downgraded(rejection)
 
+    def _load_cargo(
+        self, found: Survey, buffers: Sequence[Buffer], device: Device, fence: Fence
+    ) -> Cargo:
+        """All that the engines share; each gets the transfers of its own route."""
+        return Cargo(
+            transfers=(),
+            sources=found.sources,
+            buffers=buffers,
+            workers=choose_workers(self._options, found.machine, device, found.nbytes),
+            block_nbytes=self._options.block_nbytes,
+            fence=fence,
+        )
+
     def _run(
         self,
         plan: Plan,
         found: Survey,
-        buffers: Sequence[Buffer],
+        cargo: Cargo,
         device: Device,
         progress: OnProgress | None,
         forced: Route | None,
@@ -147,27 +162,23 @@ class ReadTransfers:
                 found.sources[transfer.source].expect_random()
         stats: list[Stats] = []
         odometer = Odometer(progress, found.nbytes) if progress else None
-        workers = choose_workers(self._options, found.machine, device, found.nbytes)
         alignments = [volume.alignment for volume in found.volumes]
         for route in dict.fromkeys(transfer.route for transfer in plan.transfers):
             before = sum(done.nbytes for done in stats)
-            cargo = Cargo(
+            part = replace(
+                cargo,
                 transfers=[each for each in plan.transfers if each.route is route],
-                sources=found.sources,
-                buffers=buffers,
-                workers=workers,
-                block_nbytes=self._options.block_nbytes,
                 on_progress=odometer.of_leg(before) if odometer else None,
             )
             try:
                 engine = self._equipment.engine(route, device, alignments)
-                stats.append(self._observe(engine, cargo))
+                stats.append(self._observe(engine, part))
             except RouteUnavailable as error:
                 rejection = self._reject(route, error, forced)
                 taken = _instead_of(route, found)
                 plan = plan.rerouted(rejection, taken)
                 engine = self._equipment.engine(taken, device, alignments)
-                stats.append(self._observe(engine, cargo))
+                stats.append(self._observe(engine, part))
             for downgrade in stats[-1].downgrades:
                 plan = plan.warned(downgrade)
         return stats, plan

@@ -15,7 +15,7 @@ from headrace.bindings.cufile_errors import CuFileError
 from headrace.engines.base import Cargo, Stats
 from headrace.engines.gds import GdsEngine
 from headrace.engines.gds_session import GdsSession
-from headrace.engines.lanes import Lanes
+from headrace.engines.lanes import Lanes, streams_of
 from headrace.errors import HeadraceError, RouteUnavailable, ShortRead, SourceChanged
 from headrace.memory.buffer import Buffer
 from headrace.planning.plan import Piece, Transfer
@@ -62,9 +62,11 @@ class Rig:
             lease.cufile, self.cuda, lanes, registrations=registrations, **self.options
         )
         transfers = [Transfer(0, Route.GDS, "", tuple(pieces))]
+        fence = lanes.fence(self.device, streams_of([buffer]))
         try:
-            return self.engine.run(Cargo(transfers, [source], [buffer], workers, block))
+            return self.engine.run(Cargo(transfers, [source], [buffer], workers, block, fence))
         finally:
+            lanes.forget(fence)
             lease.close()
             lanes.close()
             source.close()
@@ -302,7 +304,7 @@ def test_progress_reaches_the_end(path: Path) -> None:
     lease = GdsSession(rig.cufile).lease()
     buffer = Buffer(array.pointer, array.nbytes, Device("cuda", 0), array)
     transfers = [Transfer(0, Route.GDS, "", (Piece(0, 20 * BLOCK, 0, 0),))]
-    cargo = Cargo(transfers, [source], [buffer], 2, BLOCK, moved.append)
+    cargo = Cargo(transfers, [source], [buffer], 2, BLOCK, on_progress=moved.append)
     GdsEngine(lease.cufile, rig.cuda, lanes).run(cargo)
     assert moved[-1] == 20 * BLOCK
     lease.close()

@@ -6,11 +6,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import repeat
 from typing import NamedTuple, Protocol
 
 from headrace.bindings.cuda import Copy
+from headrace.engines.lanes import Fence
 from headrace.memory.alignment import align_down
 from headrace.memory.buffer import Buffer
 from headrace.planning.plan import Piece, Rejection, Transfer, cut
@@ -104,6 +105,8 @@ class Cargo:
     """Most threads to use."""
     block_nbytes: int
     """Most bytes of one read; reads are cut at its multiples in the file."""
+    fence: Fence = field(default_factory=Fence)
+    """The copies come after it."""
     on_progress: OnProgress | None = None
     """Called now and then, in the calling thread, with the bytes moved so far."""
 

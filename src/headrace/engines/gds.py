@@ -15,7 +15,7 @@ from headrace.bindings.cuda import Cuda
 from headrace.bindings.cufile import CuFile
 from headrace.bindings.cufile_values import Counters
 from headrace.engines.base import Cargo, Jobs, Stats, Tally, run_workers, total
-from headrace.engines.lanes import Lanes, streams_of
+from headrace.engines.lanes import Fence, Lanes
 from headrace.errors import DeviceError, RouteUnavailable, ShortRead
 from headrace.memory.alignment import align_up
 from headrace.memory.buffer import Buffer
@@ -103,7 +103,7 @@ class GdsEngine:
         before = self._cufile.read_counters()
         with contextlib.ExitStack() as stack:
             handles = stack.enter_context(self._handles(cargo))
-            self._wait_for_streams(cargo.buffers)
+            self._wait_for_fence(cargo.fence)
             for buffer in self._worth_registering(cargo, before):
                 stack.enter_context(self._registered(buffer))
             tallies = self._read_all(cargo, handles)
@@ -173,13 +173,10 @@ class GdsEngine:
         except DeviceError as error:
             raise RouteUnavailable(f"route 'gds' cannot serve: {error}") from error
 
-    def _wait_for_streams(self, buffers: Sequence[Buffer]) -> None:
+    def _wait_for_fence(self, fence: Fence) -> None:
         """Let work end that was queued before and may use the buffers: cuFile knows no stream."""
-        streams = streams_of(buffers)
-        with self._lanes.borrow(buffers[0].device.index, ()) as lane:
-            for stream in streams:
-                self._cuda.record_event(lane.event, stream)
-                self._cuda.synchronize_event(lane.event)
+        for event in fence.events:
+            self._cuda.synchronize_event(event)
 
     def _worth_registering(self, cargo: Cargo, before: Counters | None) -> list[Buffer]:
         """Large buffers, unless all reads of this process went through host memory so far."""

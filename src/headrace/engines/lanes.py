@@ -24,7 +24,15 @@ class Lane:
     streams: tuple[int, ...]
     """CUDA streams, used in turn."""
     event: int
-    """For ordering the streams after other work."""
+    """For waiting asleep until the streams are done."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fence:
+    """A moment on the streams of others: a transfer comes after what was queued there before."""
+
+    events: tuple[int, ...] = ()
+    """CUDA events, recorded on those streams."""
 
 
 class Lanes:
@@ -44,8 +52,8 @@ class Lanes:
         self._destroy.atexit = False  # the process takes all of it along, the driver included
 
     @contextlib.contextmanager
-    def borrow(self, device: int, after: Iterable[int]) -> Iterator[Lane]:
-        """A lane for one worker, on `device`, ordered after what is queued on other streams now.
+    def borrow(self, device: int, fence: Fence) -> Iterator[Lane]:
+        """A lane for one worker, on `device`, ordered after a fence.
 
         Within the block, the device is the thread's current one. On the way out, nothing is under
         way on the lane.
@@ -56,12 +64,28 @@ class Lanes:
                 lane = spare.pop() if spare else None
             lane = lane or self._create()
             try:
-                self._follow(lane, after)
+                self._follow(lane, fence)
                 yield lane
             finally:
                 self._drain(lane)
                 with self._lock:
                     spare.append(lane)
+
+    def fence(self, device: int, streams: Iterable[int]) -> Fence:
+        """Mark what is queued now on streams of a device; `forget` it after the last use."""
+        events: list[int] = []
+        with contextlib.ExitStack() as undo, self.on_device(device):
+            for stream in streams:
+                events.append(self._cuda.create_event())
+                undo.callback(self._cuda.destroy_event, events[-1])
+                self._cuda.record_event(events[-1], stream)
+            undo.pop_all()
+        return Fence(tuple(events))
+
+    def forget(self, fence: Fence) -> None:
+        """Destroy the events of a fence; streams that were told to wait for them still do."""
+        for event in fence.events:
+            self._cuda.destroy_event(event)
 
     @contextlib.contextmanager
     def on_device(self, device: int) -> Iterator[None]:
@@ -78,11 +102,10 @@ class Lanes:
         """Destroy the streams; no lane may be borrowed. Safe to call again."""
         self._destroy()
 
-    def _follow(self, lane: Lane, after: Iterable[int]) -> None:
-        for stream in after:
-            self._cuda.record_event(lane.event, stream)
+    def _follow(self, lane: Lane, fence: Fence) -> None:
+        for event in fence.events:
             for follower in lane.streams:
-                self._cuda.wait_event(follower, lane.event)
+                self._cuda.wait_event(follower, event)
 
     def _drain(self, lane: Lane) -> None:
         with contextlib.ExitStack() as stack:  # each stream, even when the driver fails for one

@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from headrace.bindings.cuda import Cuda
 from headrace.engines.base import Cargo, Job, Jobs, Stats, Tally, run_workers, total
-from headrace.engines.lanes import Lane, Lanes, streams_of
+from headrace.engines.lanes import Lane, Lanes
 from headrace.errors import DeviceError, RouteUnavailable
 from headrace.memory.alignment import align_down, align_up
 from headrace.memory.mappings import Mappings, Window, WindowKey
@@ -55,13 +55,13 @@ class MappedEngine:
         RouteUnavailable
             Not even one window can be registered; what was moved so far is void.
         """
-        device, streams = cargo.buffers[0].device.index, streams_of(cargo.buffers)
+        device = cargo.buffers[0].device.index
         counts = {"registered": 0, "kept": 0}
 
         def work(jobs: Jobs, tally: Tally) -> None:
             in_use: list[Window] = []
             # The lane is drained before the windows left by a failure are released.
-            with self._releasing(in_use), self._lanes.borrow(device, streams) as lane:
+            with self._releasing(in_use), self._lanes.borrow(device, cargo.fence) as lane:
                 for stream in itertools.cycle(lane.streams):
                     job = jobs.take()
                     if job is None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from headrace.bindings.cuda import Cuda
 from headrace.engines.base import Cargo, Job, Jobs, Tally, run_workers
-from headrace.engines.lanes import Lane, Lanes, streams_of
+from headrace.engines.lanes import Lane, Lanes
 from headrace.memory.buffer import Buffer
 from headrace.memory.pinned import Block, PinnedPool
 
@@ -85,14 +85,17 @@ class Ring:
             Whether a window could be read as it is; without it, all can.
         """
         device = cargo.buffers[0].device.index
-        streams = streams_of(cargo.buffers)
 
         def work(jobs: Jobs, tally: Tally) -> None:
-            with contextlib.ExitStack() as give_back, self._lanes.borrow(device, streams) as lane:
+            with (
+                contextlib.ExitStack() as give_back,
+                self._lanes.borrow(device, cargo.fence) as lane,
+            ):
                 if self.pool.failure is not None:
                     # A copy from ordinary memory may wait inside the driver, with the interpreter
                     # lock held, for work that needs that lock: let that work end first.
-                    self._cuda.synchronize_event(lane.event)
+                    for event in cargo.fence.events:
+                        self._cuda.synchronize_event(event)
                 for slot in self._free_slots(lane, jobs, cargo.workers, give_back):
                     self._move_one(slot, jobs, fill, is_aligned, cargo.buffers, tally)
                     if not jobs:
