@@ -166,8 +166,8 @@ def test_report_adds_up_plan_and_statistics() -> None:
         transfer(Route.HOST, 5, "small"),
     )
     stats = [
-        Stats(route=Route.HOST, nbytes=45, evidence="a", read_seconds=0.5, cpu_seconds=1.0),
-        Stats(route=Route.DIRECT, nbytes=20, evidence="b", read_seconds=0.25, cpu_seconds=2.0),
+        Stats(route=Route.HOST, nbytes=45, evidence="a", file_seconds=0.5, cpu_seconds=1.0),
+        Stats(route=Route.DIRECT, nbytes=20, evidence="b", file_seconds=0.25, cpu_seconds=2.0),
     ]
     watch = Stopwatch()
     with watch.stage("transfer"):

@@ -225,7 +225,7 @@ def make_report(
         resident_nbytes=plan.resident_nbytes,
         stages={
             **watch.stages,
-            "read": sum(done.read_seconds for done in stats),
+            "read": sum(done.file_seconds for done in stats),
         },
         pinned_nbytes=held[0],
         mapped_nbytes=held[1],

@@ -78,7 +78,7 @@ def _run(
     fence = lanes.fence(0, streams_of([buffer]))
     with open_source(path) as source:
         try:
-            return engine, engine.run(Cargo(transfers, [source], [buffer], 8, 4 * MIB, fence))
+            return engine, engine.run(Cargo(transfers, [source], [buffer], 8, 4 * MIB, fence=fence))
         finally:
             lanes.forget(fence)
             lanes.close()

@@ -15,6 +15,7 @@ from headrace.engines.lanes import Fence
 from headrace.memory.alignment import align_down
 from headrace.memory.buffer import Buffer
 from headrace.planning.plan import Piece, Rejection, Transfer, cut
+from headrace.storage.sink import Sink
 from headrace.storage.source import Source
 from headrace.types import Route
 
@@ -41,6 +42,10 @@ class Job(NamedTuple):
         """Wanted bytes of the window, and where they go."""
         return cut(self.transfer.pieces, self.start, self.stop)
 
+    def copies_out(self, buffers: Sequence[Buffer], base: int) -> list[Copy]:
+        """Copies from the GPU, into host memory in which file offset 0 would lie at `base`."""
+        return [(host, gpu, nbytes) for gpu, host, nbytes in self.copies(buffers, base)]
+
     def copies(self, buffers: Sequence[Buffer], base: int) -> list[Copy]:
         """Copies to the GPU, out of host memory in which file offset 0 would lie at `base`."""
         return [
@@ -58,11 +63,11 @@ class Tally:
     """What one worker has done so far; only that worker writes to it."""
 
     moved_nbytes: int = 0
-    """Wanted bytes that were read."""
+    """Wanted bytes that were moved."""
     unaligned_nbytes: int = 0
     """Wanted bytes whose offset, length or address was not aligned for the route."""
-    read_seconds: float = 0.0
-    """Wall seconds inside read calls."""
+    file_seconds: float = 0.0
+    """Wall seconds inside calls that read or write the file."""
     cpu_seconds: float = 0.0
     """User and system seconds of the worker's thread."""
 
@@ -77,8 +82,8 @@ class Stats:
     """Wanted bytes that arrived."""
     evidence: str
     """How we know which way they went."""
-    read_seconds: float
-    """Wall seconds in read calls, summed over the workers."""
+    file_seconds: float
+    """Wall seconds in calls that read or write files, summed over the workers."""
     cpu_seconds: float
     """User and system seconds of the workers."""
     unaligned_nbytes: int = 0
@@ -98,13 +103,15 @@ class Cargo:
     transfers: Sequence[Transfer]
     """The stretches to move, all of the engine's own route."""
     sources: Sequence[Source]
-    """Open files, by `Transfer.source`."""
+    """Files to read from, by `Transfer.source`; () for a write."""
     buffers: Sequence[Buffer]
-    """Destinations, by `Piece.buffer`; all on one device."""
+    """By `Piece.buffer`; those that the transfers name are all on one device."""
     workers: int
     """Most threads to use."""
     block_nbytes: int
-    """Most bytes of one read; reads are cut at its multiples in the file."""
+    """Most bytes of one read or write; they are cut at its multiples in the file."""
+    sinks: Sequence[Sink] = ()
+    """Files to write to, by `Transfer.source`; () for a read."""
     fence: Fence = field(default_factory=Fence)
     """The copies come after it."""
     on_progress: OnProgress | None = None
@@ -117,7 +124,7 @@ class Cargo:
 
 
 class Engine(Protocol):
-    """Moves bytes by one route.
+    """Moves bytes by one route, one way: from files into memory, or from memory into files.
 
     `run` returns when every byte of the cargo is in place and visible to any stream, or raises
     when no thread and no copy of its own touches the buffers any more.
@@ -133,7 +140,7 @@ class Engine(Protocol):
         Raises
         ------
         ShortRead, SourceChanged, OSError
-            The file could not be read.
+            The file could not be read, or not be written.
         DeviceError
             The GPU refused.
         """
@@ -327,7 +334,7 @@ def total(route: Route, tallies: Sequence[Tally], evidence: str, bounce: str = "
         route=route,
         nbytes=sum(tally.moved_nbytes for tally in tallies),
         evidence=evidence,
-        read_seconds=sum(tally.read_seconds for tally in tallies),
+        file_seconds=sum(tally.file_seconds for tally in tallies),
         cpu_seconds=sum(tally.cpu_seconds for tally in tallies),
         unaligned_nbytes=sum(tally.unaligned_nbytes for tally in tallies),
         bounce=bounce,

@@ -1,4 +1,4 @@
-"""Cached engine: page cache -> page-locked ring -> GPU."""
+"""Cached engines: page cache -> page-locked ring -> GPU, and back."""
 
 from __future__ import annotations
 
@@ -27,6 +27,31 @@ class CachedEngine:
             self.route,
             tallies,
             "buffered preadv into the ring, copied to the GPU",
+            self._ring.bounce,
+        )
+
+
+class CachedWriter:
+    """`Engine` from a GPU into files, through the page cache."""
+
+    route = Route.CACHED
+
+    def __init__(self, ring: Ring) -> None:
+        self._ring = ring
+
+    def run(self, cargo: Cargo) -> Stats:
+        """See `Engine.run`."""
+
+        def spill(job: Job, block: Block) -> int:
+            lead = job.start % cargo.block_nbytes
+            view = block.view[lead : lead + job.stop - job.start]
+            cargo.sinks[job.transfer.source].write([view], job.start)
+            return 0
+
+        return total(
+            self.route,
+            self._ring.drain(cargo, spill),
+            "copied from the GPU into the ring, buffered pwritev out of it",
             self._ring.bounce,
         )
 

@@ -79,7 +79,7 @@ class DirectEngine:
                 first = _read_widened(source, job, alignment.offset, bounce)
                 _scatter(cargo, pieces, bounce, first)
                 tally.unaligned_nbytes += sum(piece.nbytes for piece in pieces)
-            tally.read_seconds += time.perf_counter() - began
+            tally.file_seconds += time.perf_counter() - began
             tally.moved_nbytes += sum(piece.nbytes for piece in pieces)
 
 

@@ -127,7 +127,7 @@ class GdsEngine:
                         self._read(cargo, handles[index], cargo.sources[index], piece)
                         tally.moved_nbytes += piece.nbytes
                         tally.unaligned_nbytes += _unaligned_nbytes(piece, cargo.buffers)
-                    tally.read_seconds += time.perf_counter() - began
+                    tally.file_seconds += time.perf_counter() - began
 
         return run_workers(work, cargo)
 

@@ -105,7 +105,7 @@ class MappedEngine:
             if isinstance(error, OSError):
                 error.filename = source.path
             raise
-        tally.read_seconds += time.perf_counter() - began
+        tally.file_seconds += time.perf_counter() - began
         return window
 
     def _finish(self, in_use: list[Window], lane: Lane) -> None:

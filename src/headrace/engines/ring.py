@@ -1,7 +1,7 @@
-"""The ring: page-locked blocks that are filled from a file and drained into a GPU, in turn.
+"""The ring: page-locked blocks between files and a GPU, filled and emptied in turn.
 
 Each worker has a block for each stream of its lane: while one is copied to the GPU, the next is
-read. Blocks and streams go back to where they came from when the worker ends.
+read, or written. Blocks and streams go back to where they came from when the worker ends.
 """
 
 from __future__ import annotations
@@ -14,12 +14,18 @@ from dataclasses import dataclass
 
 from headrace.bindings.cuda import Cuda
 from headrace.engines.base import Cargo, Job, Jobs, Tally, run_workers
-from headrace.engines.lanes import Lane, Lanes
+from headrace.engines.lanes import Fence, Lane, Lanes
+from headrace.memory.alignment import align_down
 from headrace.memory.buffer import Buffer
 from headrace.memory.pinned import Block, PinnedPool
 
 Fill = Callable[[Job, Block], int]
 """Reads the window of a job into a block; returns the file offset of the block's first byte."""
+
+Spill = Callable[[Job, Block], int]
+"""Writes the window of a job out of a block; returns how many bytes were not aligned for the route.
+
+The block stands for the file from the multiple of `Cargo.block_nbytes` at or below the window."""
 
 IsAligned = Callable[[Job], bool]
 """Whether a job's window is aligned for the route as it is."""
@@ -91,14 +97,46 @@ class Ring:
                 contextlib.ExitStack() as give_back,
                 self._lanes.borrow(device, cargo.fence) as lane,
             ):
-                if self.pool.failure is not None:
-                    # A copy from ordinary memory may wait inside the driver, with the interpreter
-                    # lock held, for work that needs that lock: let that work end first.
-                    for event in cargo.fence.events:
-                        self._cuda.synchronize_event(event)
+                self._wait_if_unlocked(cargo.fence)
                 for slot in self._free_slots(lane, jobs, cargo.workers, give_back):
                     self._move_one(slot, jobs, fill, is_aligned, cargo.buffers, tally)
                     if not jobs:
+                        return
+
+        return run_workers(work, cargo)
+
+    def drain(self, cargo: Cargo, spill: Spill) -> list[Tally]:
+        """Move a cargo from the GPU through the ring into files.
+
+        A window lies in its block as far from the start as in the file from a multiple of the
+        block size, so that what is aligned in the file is aligned in memory.
+
+        Parameters
+        ----------
+        cargo
+            All of its buffers are on one CUDA device.
+        spill
+            How a window gets from a block into the file.
+        """
+        device = cargo.buffers[cargo.transfers[0].pieces[0].buffer].device.index
+
+        def work(jobs: Jobs, tally: Tally) -> None:
+            filled: dict[int, Job] = {}  # by stream
+            with (
+                contextlib.ExitStack() as give_back,
+                self._lanes.borrow(device, cargo.fence) as lane,
+            ):
+                self._wait_if_unlocked(cargo.fence)
+                for slot in self._free_slots(lane, jobs, cargo.workers, give_back):
+                    if slot.stream in filled:
+                        _spill_one(spill, filled.pop(slot.stream), slot.block, tally)
+                    job = jobs.take()
+                    if job is not None:
+                        base = slot.block.pointer - align_down(job.start, cargo.block_nbytes)
+                        copies = job.copies_out(cargo.buffers, base)
+                        self._cuda.copy_to_host(copies, slot.stream)
+                        filled[slot.stream] = job
+                    elif not filled:
                         return
 
         return run_workers(work, cargo)
@@ -112,6 +150,16 @@ class Ring:
     def close(self) -> None:
         """Unlock the blocks; no transfer may be under way. Safe to call again."""
         self.pool.close()
+
+    def _wait_if_unlocked(self, fence: Fence) -> None:
+        """Let work before the fence end first, where blocks are ordinary memory.
+
+        A copy from or to it may wait inside the driver, with the interpreter lock held, for work
+        that needs that lock.
+        """
+        if self.pool.failure is not None:
+            for event in fence.events:
+                self._cuda.synchronize_event(event)
 
     def _free_slots(
         self, lane: Lane, jobs: Jobs, workers: int, give_back: contextlib.ExitStack
@@ -151,9 +199,16 @@ class Ring:
             return
         began = time.perf_counter()
         base = slot.block.pointer - fill(job, slot.block)
-        tally.read_seconds += time.perf_counter() - began
+        tally.file_seconds += time.perf_counter() - began
         copies = job.copies(buffers, base)
         self._cuda.copy_to_device(copies, slot.stream)
         moved = sum(nbytes for _, _, nbytes in copies)
         tally.moved_nbytes += moved
         tally.unaligned_nbytes += 0 if is_aligned(job) else moved
+
+
+def _spill_one(spill: Spill, job: Job, block: Block, tally: Tally) -> None:
+    began = time.perf_counter()
+    tally.unaligned_nbytes += spill(job, block)
+    tally.file_seconds += time.perf_counter() - began
+    tally.moved_nbytes += job.stop - job.start
