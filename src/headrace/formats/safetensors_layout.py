@@ -166,8 +166,8 @@ def _size(tensor: Described) -> tuple[Described, int]:
             f"tensor {tensor.name!r} has dtype {tensor.dtype!r}, which safetensors lacks; it has "
             f"{', '.join(_RANKED)}: convert the tensor, or view it as bytes (U8)"
         )
-    # int() on top: the index of a NumPy integer is an int, but that of True is True.
-    shape = tuple(int(operator.index(axis)) for axis in tensor.shape)
+    # JSON of NumPy's integers and of True would be no number.
+    shape = tuple(operator.index(axis) for axis in tensor.shape)
     try:
         nbytes = tensor_nbytes(tensor.dtype, shape)
     except FormatError as error:
