@@ -12,11 +12,10 @@ from headrace.errors import FormatError
 from headrace.formats.catalog import Catalog, TensorSpec
 from headrace.formats.dtypes import tensor_nbytes
 from headrace.formats.raw import guess_kind, open_regular
+from headrace.formats.safetensors_layout import LENGTH_NBYTES, LONGEST_HEADER_NBYTES
 from headrace.types import ByteRange
 
-_LENGTH_NBYTES = 8  # little-endian length of the JSON header, at the start of the file
 _HEAD_NBYTES = 64
-_LONGEST_NBYTES = 100_000_000  # the library refuses longer headers
 
 
 def read_catalog(path: str, fd: int | None = None) -> Catalog:
@@ -46,7 +45,7 @@ def read_catalog(path: str, fd: int | None = None) -> Catalog:
 
     header, file_nbytes = _read_header(path, fd)
     head = header[:_HEAD_NBYTES]
-    payload = _LENGTH_NBYTES + int.from_bytes(head[:_LENGTH_NBYTES], "little")
+    payload = LENGTH_NBYTES + int.from_bytes(head[:LENGTH_NBYTES], "little")
     try:
         with (
             _stand_in(header, file_nbytes) as name,
@@ -73,12 +72,12 @@ def _read_header(path: str, fd: int | None) -> tuple[bytes, int]:
     with open_regular(path, fd) as file:
         file_nbytes = os.fstat(file.fileno()).st_size
         head = file.read(_HEAD_NBYTES)
-        length = int.from_bytes(head[:_LENGTH_NBYTES], "little")
-        rest = _LENGTH_NBYTES + min(length, file_nbytes, _LONGEST_NBYTES) - len(head)
+        length = int.from_bytes(head[:LENGTH_NBYTES], "little")
+        rest = LENGTH_NBYTES + min(length, file_nbytes, LONGEST_HEADER_NBYTES) - len(head)
         header = head + file.read(max(rest, 0))
-    if len(head) < _LENGTH_NBYTES:
+    if len(head) < LENGTH_NBYTES:
         raise FormatError(
-            f"{path} has {file_nbytes} bytes; a safetensors file starts with {_LENGTH_NBYTES} "
+            f"{path} has {file_nbytes} bytes; a safetensors file starts with {LENGTH_NBYTES} "
             f"bytes that tell the length of its header; {guess_kind(head)}"
         )
     return header, file_nbytes
