@@ -25,6 +25,7 @@ from headrace.planning.route import Facts
 from headrace.probing.fact import Fact
 from headrace.probing.machine import MachineFacts
 from headrace.probing.volume import VolumeFacts
+from headrace.storage.sink import Sink
 from headrace.storage.source import Source
 from headrace.types import Device
 
@@ -78,6 +79,16 @@ def write_random(path: Path, nbytes: int) -> bytes:
     return content
 
 
+def folder_with_fallocate(tmp_path: Path) -> Path:
+    """Give `tmp_path`, once it is sure that space can be reserved there."""
+    with (tmp_path / "probe").open("wb") as file:
+        try:
+            PosixFiles().allocate(file.fileno(), 0, PAGE)
+        except OSError as error:
+            pytest.skip(f"{tmp_path} has no fallocate: {error}")
+    return tmp_path
+
+
 def drop(path: Path) -> None:
     """Drop a file from the page cache; parts of it would not go where its folios are large."""
     with open(path, "rb", buffering=0) as file:
@@ -126,6 +137,15 @@ def open_source(path: Path | str, files: Files | None = None) -> Iterator[Source
         yield source
     finally:
         source.close()
+
+
+@contextlib.contextmanager
+def open_sink(path: Path | str, files: Files | None = None) -> Iterator[Sink]:
+    sink = Sink(str(path), files or PosixFiles())
+    try:
+        yield sink
+    finally:
+        sink.close()
 
 
 def make_facts(

@@ -3,13 +3,22 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import stat
 from pathlib import Path
 
 import pytest
 
 from headrace.bindings.posix import PosixFiles
 from headrace.bindings.pymemory import map_pages
-from tests.support import PAGE, disk_folder, drop, folder_with_direct, warm, write_random
+from tests.support import (
+    PAGE,
+    disk_folder,
+    drop,
+    folder_with_direct,
+    folder_with_fallocate,
+    warm,
+    write_random,
+)
 
 
 @pytest.fixture
@@ -165,3 +174,129 @@ def test_pipe_states_no_alignment(files: PosixFiles) -> None:
     finally:
         os.close(read_end)
         os.close(write_end)
+
+
+def test_file_opened_for_writing_keeps_its_bytes_and_is_not_inherited(
+    tmp_path: Path, files: PosixFiles
+) -> None:
+    path = tmp_path / "file"
+    content = write_random(path, 100)
+    fd = files.open_write(str(path))
+    try:
+        assert fcntl.fcntl(fd, fcntl.F_GETFL) & (os.O_ACCMODE | os.O_DIRECT) == os.O_RDWR
+        assert fcntl.fcntl(fd, fcntl.F_GETFD) & fcntl.FD_CLOEXEC
+        assert files.pwritev(fd, [memoryview(b"ab"), memoryview(b"cde")], 98) == 5
+    finally:
+        files.close(fd)
+    assert path.read_bytes() == content[:98] + b"abcde"
+
+
+def test_missing_file_is_made_only_when_asked_and_less_the_umask(
+    tmp_path: Path, files: PosixFiles
+) -> None:
+    path = tmp_path / "file"
+    with pytest.raises(FileNotFoundError):
+        files.open_write(str(path))
+    before = os.umask(0o026)
+    try:
+        files.close(files.open_write(str(path), create=True))
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o640
+
+
+def test_direct_open_for_writing_sets_o_direct(tmp_path: Path, files: PosixFiles) -> None:
+    path = folder_with_direct(tmp_path) / "file"
+    fd = files.open_write(str(path), direct=True, create=True)
+    try:
+        assert fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT
+        view = map_pages(PAGE)
+        view[:3] = b"abc"
+        assert files.pwritev(fd, [view], PAGE) == PAGE
+    finally:
+        files.close(fd)
+    assert path.read_bytes() == bytes(PAGE) + b"abc" + bytes(PAGE - 3)
+
+
+def test_created_file_is_new_and_no_link_is_followed(tmp_path: Path, files: PosixFiles) -> None:
+    path, link = tmp_path / "file", tmp_path / "link"
+    link.symlink_to(tmp_path / "missing")
+    fd = files.create(str(path), 0o600)
+    try:
+        assert fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDWR
+        assert fcntl.fcntl(fd, fcntl.F_GETFD) & fcntl.FD_CLOEXEC
+    finally:
+        files.close(fd)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    for taken in (path, link):
+        with pytest.raises(FileExistsError):
+            files.create(str(taken), 0o600)
+    assert not (tmp_path / "missing").exists()
+
+
+def test_allocated_range_has_space_and_reads_as_zeros(tmp_path: Path, files: PosixFiles) -> None:
+    path = folder_with_fallocate(tmp_path) / "file"
+    write_random(path, 10)
+    fd = files.open_write(str(path))
+    try:
+        files.allocate(fd, 0, 1 << 20)
+        assert os.fstat(fd).st_blocks * 512 >= 1 << 20
+        files.resize(fd, PAGE)
+        assert files.status(fd).nbytes == PAGE
+    finally:
+        files.close(fd)
+    assert path.read_bytes()[10:] == bytes(PAGE - 10)
+
+
+def test_failed_allocation_is_the_kernels_error(files: PosixFiles) -> None:
+    with pytest.raises(OSError, match="fallocate: EBADF") as caught:
+        files.allocate(-1, 0, PAGE)
+    assert caught.value.errno == errno.EBADF
+
+
+def test_lock_excludes_every_other_opening_until_it_is_closed(
+    tmp_path: Path, files: PosixFiles
+) -> None:
+    path = str(tmp_path / "file")
+    first, second = (files.open_write(path, create=True) for _ in range(2))
+    try:
+        assert files.lock(first)
+        assert files.lock(first)
+        assert not files.lock(second)
+    finally:
+        files.close(first)
+    try:
+        assert files.lock(second)
+    finally:
+        files.close(second)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        files.lock(second)
+
+
+def test_names_are_listed_renamed_synced_and_removed(tmp_path: Path, files: PosixFiles) -> None:
+    old, new = tmp_path / "old", tmp_path / "new"
+    old.write_bytes(b"old")
+    new.write_bytes(b"new")
+    assert sorted(files.list_directory(str(tmp_path))) == ["new", "old"]
+    files.rename(str(old), str(new))
+    before = os.listdir("/proc/self/fd")
+    files.sync_directory(str(tmp_path))
+    assert os.listdir("/proc/self/fd") == before
+    assert files.list_directory(str(tmp_path)) == ["new"]
+    assert new.read_bytes() == b"old"
+    files.remove(str(new))
+    assert files.list_directory(str(tmp_path)) == []
+    new.touch()
+    with pytest.raises(NotADirectoryError):
+        files.sync_directory(str(new))
+
+
+def test_mode_is_set_on_the_open_file(tmp_path: Path, files: PosixFiles) -> None:
+    path = tmp_path / "file"
+    fd = files.create(str(path), 0o600)
+    try:
+        files.set_mode(fd, 0o444)
+        files.sync(fd)
+    finally:
+        files.close(fd)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o444

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import errno
-import os
-import stat
 from collections.abc import Sequence
 
-from headrace.bindings.posix import Files, FileStatus
+from headrace.bindings.posix import Files
 from headrace.errors import ShortRead, SourceChanged
 from headrace.memory.alignment import align_down
 from headrace.options import PAGE_NBYTES
+from headrace.storage.open_file import OpenFile, regular_status
 
-_IOV_MAX = 1024  # most buffers of one preadv(2) on Linux
 
-
-class Source:
+class Source(OpenFile):
     """A file opened for reading; owns its descriptors.
 
     Parameters
@@ -34,67 +31,16 @@ class Source:
     """
 
     def __init__(self, path: str, files: Files) -> None:
-        self.path = path
-        self._files = files
-        self._fd = -1
-        self._direct_fd: int | None = None
-        # A look before the open: opening a pipe would wait for its writer.
-        mode = files.path_status(path).mode
-        if stat.S_ISDIR(mode):
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
-        if not stat.S_ISREG(mode):
-            raise OSError(errno.EINVAL, "not a regular file", path)
-        self._fd = files.open(path)
-        try:
-            self._opened = files.status(self._fd)
-        except BaseException:
-            self.close()
-            raise
+        def open_it() -> int:
+            regular_status(path, files)
+            return files.open(path)
 
-    @property
-    def nbytes(self) -> int:
-        """Size when it was opened, in bytes."""
-        return self._opened.nbytes
-
-    @property
-    def identity(self) -> FileStatus:
-        """Which file it was, with which size and times, when it was opened."""
-        return self._opened
+        super().__init__(path, files, open_it)
 
     @property
     def owner_uid(self) -> int:
         """User who owns the file."""
         return self._opened.uid
-
-    @property
-    def fd(self) -> int:
-        """Descriptor for buffered reads."""
-        return self._fd
-
-    @property
-    def files(self) -> Files:
-        """The calls that this source makes."""
-        return self._files
-
-    def open_direct(self) -> None:
-        """Open the same file once more with O_DIRECT, for `read_aligned`.
-
-        Raises
-        ------
-        OSError
-            The file system refuses O_DIRECT (EINVAL), or the path names another file by now.
-        """
-        if self._direct_fd is not None:
-            return
-        fd = self._files.open(self.path, direct=True)
-        try:
-            opened = self._files.status(fd)
-            if (opened.device, opened.inode) != (self._opened.device, self._opened.inode):
-                raise self._changed("it was replaced by another file")
-        except BaseException:
-            self._files.close(fd)
-            raise
-        self._direct_fd = fd
 
     def read(self, views: Sequence[memoryview], file_offset: int) -> None:
         """Fill the views, one after the other, through the page cache.
@@ -108,11 +54,7 @@ class Source:
         OSError
             A read failed.
         """
-        if len(views) == 1 and self._preadv(self._fd, views, file_offset) == len(views[0]):
-            return  # nearly every read is one block that arrives whole
-        for first in range(0, len(views), _IOV_MAX):
-            group = list(views[first : first + _IOV_MAX])
-            file_offset = self._fill(group, file_offset)
+        self._move(self._files.preadv, views, file_offset)
 
     def read_aligned(
         self, view: memoryview, file_offset: int, needed_nbytes: int, alignment: int
@@ -136,19 +78,7 @@ class Source:
         ShortRead, SourceChanged, OSError
             As for `read`.
         """
-        if self._direct_fd is None:
-            raise ValueError(f"{self.path}: call open_direct() before read_aligned()")
-        done = 0
-        while done < needed_nbytes:
-            count = self._preadv(self._direct_fd, [view[done:]], file_offset + done)
-            if count == 0:
-                raise self._ended(file_offset + done, file_offset + needed_nbytes)
-            if done + count >= needed_nbytes:
-                return
-            # After a short count O_DIRECT goes on from the last aligned offset, or, where the
-            # kernel itself stopped short of one, from where it stopped.
-            resumed = align_down(done + count, alignment)
-            done = resumed if resumed > done else done + count
+        self._move_aligned(self._files.preadv, view, file_offset, needed_nbytes, alignment)
 
     def expect_random(self) -> None:
         """Let buffered reads draw nothing else into the page cache."""
@@ -191,38 +121,10 @@ class Source:
         if (now.mtime_ns, now.ctime_ns) != (was.mtime_ns, was.ctime_ns):
             raise self._changed("it was written to, or its attributes were changed")
 
-    def __del__(self) -> None:
-        self.close()  # an interrupt may come between the opening and whoever closes
+    def _reopen_direct(self) -> int:
+        return self._files.open(self.path, direct=True)
 
-    def close(self) -> None:
-        """Close the descriptors; safe to call again."""
-        fds, self._fd, self._direct_fd = (self._fd, self._direct_fd), -1, None
-        for fd in fds:
-            if fd is not None and fd >= 0:
-                self._files.close(fd)
-
-    def _fill(self, views: list[memoryview], file_offset: int) -> int:
-        stop = file_offset + sum(len(view) for view in views)
-        while file_offset < stop:
-            count = self._preadv(self._fd, views, file_offset)
-            if count == 0:
-                raise self._ended(file_offset, stop)
-            file_offset += count
-            if file_offset < stop:
-                _drop_front(views, count)
-        return stop
-
-    def _preadv(self, fd: int, views: Sequence[memoryview], file_offset: int) -> int:
-        while True:
-            try:
-                return self._files.preadv(fd, views, file_offset)
-            except InterruptedError:
-                continue
-            except OSError as error:
-                error.filename = self.path
-                raise
-
-    def _ended(self, file_offset: int, wanted_stop: int) -> ShortRead | SourceChanged:
+    def _stopped(self, file_offset: int, wanted_stop: int) -> ShortRead | SourceChanged:
         now = self._files.status(self._fd).nbytes
         if now < self._opened.nbytes:
             return self._changed(f"it was truncated from {self._opened.nbytes} to {now} bytes")
@@ -235,10 +137,3 @@ class Source:
         return SourceChanged(
             errno.ESTALE, f"{what} while it was read; read it again once it is at rest", self.path
         )
-
-
-def _drop_front(views: list[memoryview], count: int) -> None:
-    """Remove `count` bytes, already filled, from the front of the views, in place."""
-    while count >= len(views[0]):
-        count -= len(views.pop(0))
-    views[0] = views[0][count:]
