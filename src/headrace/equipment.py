@@ -12,9 +12,9 @@ from headrace.bindings.cuda import Cuda, CudaRuntime
 from headrace.bindings.posix import DirectAlignment, Files, FileStatus, PosixFiles
 from headrace.bindings.sysfs import Linux, System
 from headrace.engines.base import Engine
-from headrace.engines.cached import CachedEngine
+from headrace.engines.cached import CachedEngine, CachedWriter
 from headrace.engines.direct import DirectEngine
-from headrace.engines.host import HostEngine
+from headrace.engines.host import HostEngine, HostWriter
 from headrace.engines.lanes import Fence, Lanes, streams_of
 from headrace.engines.mapped import MappedEngine
 from headrace.engines.ring import Ring
@@ -173,6 +173,36 @@ class Equipment:
         strict = self._options.strict
         return GdsEngine(
             lease.cufile, cuda, lanes, registrations=lease.registrations, strict=strict
+        )
+
+    def writer(self, route: Route, device: Device, alignments: Sequence[DirectAlignment]) -> Engine:
+        """The engine that writes files by a route.
+
+        Raises
+        ------
+        RouteUnavailable
+            No engine writes from that device by that route.
+        """
+        if route is Route.HOST:
+            return HostWriter()
+        if route is Route.DIRECT:
+            from headrace.engines.direct_writer import DirectWriter
+
+            return DirectWriter(alignments, None if device.is_host else self._borrow_ring())
+        if device.is_host or route is Route.MAPPED:
+            raise RouteUnavailable(f"no engine moves bytes from {device} by the route {route}")
+        if route is Route.CACHED:
+            return CachedWriter(self._borrow_ring())
+        from headrace.engines.gds_writer import GdsWriter
+
+        lease = self._borrow_lease()
+        return GdsWriter(
+            self._borrow_ring(),
+            lease.cufile,
+            self.load_cuda(),
+            self._borrow_lanes(),
+            registrations=lease.registrations,
+            strict=self._options.strict,
         )
 
     @property

@@ -288,8 +288,8 @@ def test_counters_add_up_the_gpus_and_their_difference_is_what_happened_between(
     assert (before.posix_reads, before.unaligned_reads, before.p2p_reads) == (11, 3, 0)
     done = after - before
     assert (done.posix_reads, done.unaligned_reads, done.read_nbytes) == (4, 0, 4 * 4096)
-    assert done.compatibility is True
-    assert done.describe_reads().endswith(": 0 p2p, 0 nvfs, 4 posix, 0 unaligned reads")
+    assert done.compatibility("reads") is True
+    assert done.describe("reads").endswith(": 0 p2p, 0 nvfs, 4 posix, 0 unaligned reads")
 
 
 @pytest.mark.parametrize("missing", ["set_stats_level", "stats_start"])
@@ -310,8 +310,8 @@ def test_nvidia_fs_tells_its_own_reads_and_nothing_of_the_others() -> None:
     counters = parse_nvidia_fs(text)
     assert counters is not None
     assert (counters.nvfs_reads, counters.nvfs_writes, counters.posix_reads) == (12, 3, None)
-    assert counters.compatibility is None
-    assert counters.describe_reads() == "nvidia-fs statistics of all processes: 12 nvfs reads"
+    assert counters.compatibility("reads") is None
+    assert counters.describe("reads") == "nvidia-fs statistics of all processes: 12 nvfs reads"
 
 
 def test_nvidia_fs_that_counts_nothing_is_none() -> None:
@@ -320,7 +320,7 @@ def test_nvidia_fs_that_counts_nothing_is_none() -> None:
 
 def test_reads_by_two_ways_are_not_compatibility_mode() -> None:
     found = [Counters("x", p2p, nvfs, posix) for p2p, nvfs, posix in ((1, 0, 5), (0, 0, 0))]
-    assert [each.compatibility for each in found] == [False, False]
+    assert [each.compatibility("reads") for each in found] == [False, False]
 
 
 def test_batch_says_where_each_request_goes(make: Make) -> None:

@@ -64,7 +64,9 @@ class Rig:
         transfers = [Transfer(0, Route.GDS, "", tuple(pieces))]
         fence = lanes.fence(self.device, streams_of([buffer]))
         try:
-            return self.engine.run(Cargo(transfers, [source], [buffer], workers, block, fence=fence))
+            return self.engine.run(
+                Cargo(transfers, [source], [buffer], workers, block, fence=fence)
+            )
         finally:
             lanes.forget(fence)
             lease.close()

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from headrace.bindings.cufile_errors import FIRST_CODE, CuFileError
 from headrace.errors import DeviceError
 
+Kind = Literal["reads", "writes"]
+"""Which way bytes go."""
+
+_WAYS = ("p2p", "nvfs", "posix")
 _PENDING = -(1 << 63)  # no count and no code
 
 
@@ -49,32 +53,30 @@ class Counters:
             **{name: _minus(getattr(self, name), getattr(earlier, name)) for name in names},
         )
 
-    @property
-    def compatibility(self) -> bool | None:
-        """Whether cuFile read through host memory alone; None where that cannot be told."""
-        if self.posix_reads is None:
-            return None
-        return self.posix_reads > 0 and not self.p2p_reads and not self.nvfs_reads
+    def by_way(self, kind: Kind) -> dict[str, int]:
+        """How many of its operations went each way, of the ways that are counted."""
+        counts = {way: getattr(self, f"{way}_{kind}") for way in (*_WAYS, "unaligned")}
+        return {way: count for way, count in counts.items() if count is not None}
 
-    def describe_reads(self) -> str:
+    def compatibility(self, kind: Kind) -> bool | None:
+        """Whether all of them went through host memory; None where that cannot be told."""
+        ways = self.by_way(kind)
+        if "posix" not in ways:
+            return None
+        return ways["posix"] > 0 and not ways.get("p2p") and not ways.get("nvfs")
+
+    def describe(self, kind: Kind) -> str:
         """One line for the report."""
-        ways = {
-            "p2p": self.p2p_reads,
-            "nvfs": self.nvfs_reads,
-            "posix": self.posix_reads,
-            "unaligned": self.unaligned_reads,
-        }
-        told = ", ".join(f"{count} {way}" for way, count in ways.items() if count is not None)
-        return f"{self.source}: {told} reads"
+        told = ", ".join(f"{count} {way}" for way, count in self.by_way(kind).items())
+        return f"{self.source}: {told} {kind}"
 
     @classmethod
     def from_level3(cls, record: Any) -> Counters:
         """Add up the GPUs of a ``CUfileStatsLevel3_t``, given as a NumPy record."""
         gpus = record["per_gpu_stats"][: int(record["num_gpus"])]
-        ways = ("p2p", "nvfs", "posix", "unaligned")
         counts = {
             f"{way}_{kind}": int(gpus[f"n_{way}_{kind}"].sum())
-            for way in ways
+            for way in (*_WAYS, "unaligned")
             for kind in ("reads", "writes")
         }
         basic = record["detailed"]["basic"]

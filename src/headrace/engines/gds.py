@@ -1,6 +1,6 @@
 """GDS engine: cuFile reads straight into memory of the GPU, by whatever way it finds.
 
-Which way that was, only its statistics tell: where nvidia-fs and P2PDMA are absent, it reads
+Which way that was, only its statistics tell: where nvidia-fs and P2PDMA are absent, it goes
 through host memory and says nothing.
 """
 
@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
+from typing import ClassVar
 
 from headrace.bindings.cuda import Cuda
 from headrace.bindings.cufile import CuFile
-from headrace.bindings.cufile_values import Counters
+from headrace.bindings.cufile_values import Counters, Kind
 from headrace.engines.base import Cargo, Jobs, Stats, Tally, run_workers, total
 from headrace.engines.lanes import Fence, Lanes
 from headrace.errors import DeviceError, RouteUnavailable, ShortRead
@@ -32,14 +35,14 @@ REGISTER_NBYTES = 1 << 20
 """Buffers below this go through cuFile's bounce buffers, which are as large."""
 
 COMPATIBILITY = "gds (cuFile compatibility mode)"
-"""What the report calls the route where cuFile read through host memory."""
+"""What the report calls the route where cuFile went through host memory."""
 
 PARTLY = "gds (partly in cuFile compatibility mode)"
-"""The same, where it did so with some of its reads."""
+"""The same, where it did so with some of its reads or writes."""
 
 
-class GdsEngine:
-    """`Engine` for destinations on a GPU, through cuFile.
+class GdsTransfer(ABC):
+    """What reads and writes through cuFile share: handles, registrations, and the truth.
 
     Made anew for each transfer, since it says afterwards how that one went.
 
@@ -48,13 +51,13 @@ class GdsEngine:
     cufile
         The calls to make; its driver is open.
     cuda, lanes
-        For ordering the reads after work on the buffers' streams.
+        For ordering them after work on the buffers' streams.
     registrations
-        Where buffers are registered for direct transfers; None reads into them as they are.
+        Where buffers are registered for direct transfers; None takes them as they are.
     strict
-        Raise, where a buffer cannot be registered or cuFile did not read directly.
+        Raise, where a buffer cannot be registered or cuFile did not go directly.
     request_nbytes
-        Most bytes of one read, if `Cargo.block_nbytes` is not more.
+        Most bytes of one request, if `Cargo.block_nbytes` is not more.
 
     Attributes
     ----------
@@ -65,6 +68,8 @@ class GdsEngine:
     """
 
     route = Route.GDS
+    kind: ClassVar[Kind]
+    """What the statistics call it."""
 
     def __init__(
         self,
@@ -106,7 +111,7 @@ class GdsEngine:
             self._wait_for_fence(cargo.fence)
             for buffer in self._worth_registering(cargo, before):
                 stack.enter_context(self._registered(buffer))
-            tallies = self._read_all(cargo, handles)
+            tallies = self._move_all(cargo, handles)
         after = self._cufile.read_counters()
         evidence = self._judge(before, after)
         unaligned = any(tally.unaligned_nbytes for tally in tallies)
@@ -115,40 +120,32 @@ class GdsEngine:
         stats = total(self.route, tallies, evidence, bounce)
         return replace(stats, mode=self.mode, downgrades=tuple(self.downgrades))
 
-    def _read_all(self, cargo: Cargo, handles: dict[int, int]) -> list[Tally]:
-        device = cargo.buffers[0].device.index
+    def _move_all(self, cargo: Cargo, handles: Mapping[int, int]) -> list[Tally]:
+        device = cargo.buffers[cargo.transfers[0].pieces[0].buffer].device.index
 
         def work(jobs: Jobs, tally: Tally) -> None:
             with self._lanes.on_device(device):
                 while (job := jobs.take()) is not None:
-                    index = job.transfer.source
                     began = time.perf_counter()
                     for piece in job.pieces():
-                        self._read(cargo, handles[index], cargo.sources[index], piece)
+                        self._move(cargo, handles, job.transfer.source, piece)
                         tally.moved_nbytes += piece.nbytes
-                        tally.unaligned_nbytes += _unaligned_nbytes(piece, cargo.buffers)
+                        tally.unaligned_nbytes += self._unaligned_nbytes(piece, cargo.buffers)
                     tally.file_seconds += time.perf_counter() - began
 
         return run_workers(work, cargo)
 
-    def _read(self, cargo: Cargo, handle: int, source: Source, piece: Piece) -> None:
-        """Read one piece, going on after short counts until it is whole."""
-        buffer, done = cargo.buffers[piece.buffer], 0
-        while done < piece.nbytes:
-            place = piece.buffer_offset + done
-            try:
-                count = self._cufile.read(
-                    handle, buffer.pointer, piece.nbytes - done, piece.file_offset + done, place
-                )
-            except InterruptedError:
-                continue
-            except OSError as error:
-                error.filename = source.path
-                raise
-            if count == 0:
-                source.verify_unchanged()  # a file that was truncated explains it
-                raise _ended(source, piece, done)
-            done += count
+    @abstractmethod
+    def _move(self, cargo: Cargo, handles: Mapping[int, int], index: int, piece: Piece) -> None:
+        """Move one piece of one file until it is whole."""
+
+    @abstractmethod
+    def _descriptor(self, cargo: Cargo, index: int) -> AbstractContextManager[int]:
+        """A descriptor of a file for cuFile, best one with O_DIRECT."""
+
+    @abstractmethod
+    def _unaligned_nbytes(self, piece: Piece, buffers: Sequence[Buffer]) -> int:
+        """Bytes of a piece that cuFile cannot move as they are."""
 
     def _block_nbytes(self, cargo: Cargo) -> int:
         """Bytes of one request: large, but with something to do for every worker."""
@@ -157,11 +154,11 @@ class GdsEngine:
 
     @contextlib.contextmanager
     def _handles(self, cargo: Cargo) -> Iterator[dict[int, int]]:
-        """Register each source of the cargo once, and forget it afterwards."""
+        """Register each file of the cargo once, and forget it afterwards."""
         with contextlib.ExitStack() as stack:
             handles = {}
             for index in dict.fromkeys(transfer.source for transfer in cargo.transfers):
-                fd = stack.enter_context(_descriptor(cargo.sources[index]))
+                fd = stack.enter_context(self._descriptor(cargo, index))
                 handles[index] = self._register(fd)
                 stack.callback(self._cufile.deregister_handle, handles[index])
             yield handles
@@ -179,8 +176,8 @@ class GdsEngine:
             self._cuda.synchronize_event(event)
 
     def _worth_registering(self, cargo: Cargo, before: Counters | None) -> list[Buffer]:
-        """Large buffers, unless all reads of this process went through host memory so far."""
-        if self._registrations is None or (before is not None and before.compatibility):
+        """Large buffers, unless this process went through host memory alone so far."""
+        if self._registrations is None or (before and before.compatibility(self.kind)):
             return []
         used = {p.buffer for transfer in cargo.transfers for p in transfer.pieces}
         buffers = [cargo.buffers[index] for index in sorted(used)]
@@ -213,17 +210,17 @@ class GdsEngine:
     def _judge(self, before: Counters | None, after: Counters | None) -> str:
         """Say from the difference of two counts which way the bytes went."""
         if before is None or after is None:
-            return "cuFileRead into the GPU; nobody counts which way it goes"
+            return f"{self.kind} of cuFile; nobody counts which way they go"
         done = after - before
-        reads = f"{done.describe_reads()} of the whole process meanwhile"
-        if not done.posix_reads:
-            return reads
-        self.mode = COMPATIBILITY if done.compatibility else PARTLY
+        told = f"{done.describe(self.kind)} of the whole process meanwhile"
+        if not done.by_way(self.kind).get("posix"):
+            return told
+        self.mode = COMPATIBILITY if done.compatibility(self.kind) else PARTLY
         self._downgrade(
-            f"{self.mode}: it read through host memory",
+            f"{self.mode}: it went through host memory",
             "headrace doctor tells what nvidia-fs or P2PDMA lack here",
         )
-        return f"{self.mode}; {reads}"
+        return f"{self.mode}; {told}"
 
     def _downgrade(self, why: str, remedy: str) -> None:
         rejection = Rejection(self.route, why, remedy)
@@ -233,14 +230,41 @@ class GdsEngine:
             self.downgrades.append(rejection)
 
 
-def _unaligned_nbytes(piece: Piece, buffers: Sequence[Buffer]) -> int:
-    """Bytes of a piece if cuFile cannot read it as it is, else 0."""
-    address = buffers[piece.buffer].pointer + piece.buffer_offset
-    return piece.nbytes if (piece.file_offset | piece.nbytes | address) % PAGE_NBYTES else 0
+class GdsEngine(GdsTransfer):
+    """`Engine` for destinations on a GPU, through cuFile."""
+
+    kind = "reads"
+
+    def _move(self, cargo: Cargo, handles: Mapping[int, int], index: int, piece: Piece) -> None:
+        """Read one piece, going on after short counts until it is whole."""
+        handle, source = handles[index], cargo.sources[index]
+        buffer, done = cargo.buffers[piece.buffer], 0
+        while done < piece.nbytes:
+            place = piece.buffer_offset + done
+            try:
+                count = self._cufile.read(
+                    handle, buffer.pointer, piece.nbytes - done, piece.file_offset + done, place
+                )
+            except InterruptedError:
+                continue
+            except OSError as error:
+                error.filename = source.path
+                raise
+            if count == 0:
+                source.verify_unchanged()  # a file that was truncated explains it
+                raise _ended(source, piece, done)
+            done += count
+
+    def _descriptor(self, cargo: Cargo, index: int) -> AbstractContextManager[int]:
+        return _read_descriptor(cargo.sources[index])
+
+    def _unaligned_nbytes(self, piece: Piece, buffers: Sequence[Buffer]) -> int:
+        address = buffers[piece.buffer].pointer + piece.buffer_offset
+        return piece.nbytes if (piece.file_offset | piece.nbytes | address) % PAGE_NBYTES else 0
 
 
 @contextlib.contextmanager
-def _descriptor(source: Source) -> Iterator[int]:
+def _read_descriptor(source: Source) -> Iterator[int]:
     """Open a source once more with O_DIRECT, which cuFile likes best; else its own descriptor."""
     files, fd = source.files, None
     with contextlib.suppress(OSError):

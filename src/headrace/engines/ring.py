@@ -141,6 +141,17 @@ class Ring:
 
         return run_workers(work, cargo)
 
+    @contextlib.contextmanager
+    def fetch(self, device: int, pointer: int, nbytes: int) -> Iterator[memoryview]:
+        """Bytes of the GPU in host memory, for the length of a block; at most a block of them."""
+        with contextlib.ExitStack() as stack:
+            lane = stack.enter_context(self._lanes.borrow(device, Fence()))
+            block = self.pool.take()
+            stack.callback(self.pool.give_back, block)
+            self._cuda.copy_to_host([(block.pointer, pointer, nbytes)], lane.streams[0])
+            self._cuda.synchronize_stream(lane.streams[0])
+            yield block.view[:nbytes]
+
     @property
     def bounce(self) -> str:
         """What bytes bounce through here, as reports call it."""

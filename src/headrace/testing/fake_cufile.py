@@ -185,7 +185,9 @@ class FakeCuFile:
         self._check_on_gpu(call, pointer)
         source = pointer + buffer_offset
         limit = nbytes if self.short_reads is None else min(nbytes, self.short_reads)
-        count = os.pwrite(fd, self._cuda.device_bytes(source, limit), file_offset)
+        view = map_pages(limit)[:limit]  # O_DIRECT takes aligned memory only
+        view[:] = self._cuda.device_bytes(source, limit)
+        count = os.pwritev(fd, [view], file_offset)
         with self._lock:
             self._counts.writes += 1
             self._counts.unaligned_writes += _is_unaligned(source, nbytes, file_offset)
