@@ -1,6 +1,7 @@
 # ruff: noqa: N815 (the names are CUDA's)
 from __future__ import annotations
 
+import ctypes
 import enum
 import sys
 import types
@@ -103,9 +104,34 @@ class Driver:
         return self.current[-1]
 
 
+class Libcuda:
+    """Stands for libcuda itself: every call gives `code`, and is noted."""
+
+    def __init__(self, code: int) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        for name in ("HtoD", "DtoH", "DtoD"):
+            self._add(f"cuMemcpy{name}Async_v2", code)
+        self._add("cuStreamQuery", code)
+
+    def _add(self, name: str, code: int) -> None:
+        def call(*arguments: Any) -> int:
+            self.calls.append((name, *arguments))
+            return code
+
+        setattr(self, name, call)
+
+
 @pytest.fixture
 def make(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[CudaRuntime, Recorder]]:
-    def build(driver: Driver | None = None, **arguments: Any) -> tuple[CudaRuntime, Recorder]:
+    def build(
+        driver: Driver | None = None, libcuda: Libcuda | None = None, **arguments: Any
+    ) -> tuple[CudaRuntime, Recorder]:
+        def load(name: str) -> Libcuda:
+            if libcuda is None:
+                raise OSError(f"there is no {name}")
+            return libcuda
+
+        monkeypatch.setattr(ctypes, "PyDLL", load)
         recorder = Recorder(**arguments)
         bindings = types.ModuleType("cuda.bindings")
         bindings.runtime = recorder  # type: ignore[attr-defined]
@@ -194,6 +220,22 @@ def test_every_copy_is_asked_for_once_in_a_batch_or_alone(
     else:
         kind = DIRECTIONS[direction]
         assert recorder.calls == [("cudaMemcpyAsync", *copy, kind, 9) for copy in copies]
+
+
+@pytest.mark.parametrize("code", [0, 1])
+@pytest.mark.parametrize(
+    ("direction", "call"),
+    [("copy_to_device", "HtoD"), ("copy_to_host", "DtoH"), ("copy_on_device", "DtoD")],
+)
+def test_few_copies_go_to_libcuda_and_where_that_fails_to_the_runtime_for_its_error(
+    make: Callable[..., tuple[CudaRuntime, Recorder]], direction: str, call: str, code: int
+) -> None:
+    libcuda = Libcuda(code)
+    cuda, recorder = make(libcuda=libcuda)
+    copies = [(1000 + n, 2000 + n, 30 + n) for n in range(3)]
+    getattr(cuda, direction)(copies, 9)
+    assert libcuda.calls == [(f"cuMemcpy{call}Async_v2", *copy, 9) for copy in copies]
+    assert len(recorder.calls) == (3 if code else 0)
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)

@@ -37,9 +37,19 @@ def test_address_is_where_numpy_says_and_keeps_the_owner_alive() -> None:
     assert alive() is None
 
 
-def test_address_of_memory_that_may_not_be_written_is_refused() -> None:
-    with pytest.raises(TypeError):
-        address_of(memoryview(b"abc"))
+def test_address_of_memory_that_may_not_be_written_is_that_of_its_bytes() -> None:
+    address, anchor = address_of(memoryview(b"0123456789")[3:])
+    assert ctypes.string_at(address, 7) == b"3456789"
+    del anchor
+
+
+def test_memory_whose_address_is_held_cannot_move() -> None:
+    memory = bytearray(b"abc")
+    _, anchor = address_of(memoryview(memory))
+    with pytest.raises(BufferError):
+        memory.append(1)
+    del anchor
+    memory.append(1)
 
 
 @pytest.mark.parametrize("nbytes", [mmap.PAGESIZE, 3 * mmap.PAGESIZE, 4 << 20])

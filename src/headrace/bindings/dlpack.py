@@ -10,6 +10,9 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
+NO_SYNCHRONISATION = -1
+"""In place of a stream: the producer makes nothing wait for its work."""
+
 _READ_ONLY = 1
 _HOST_KINDS = (1, 3)  # kDLCPU, kDLCUDAHost
 _CUDA_KINDS = (2, 13)  # kDLCUDA, kDLCUDAManaged
@@ -83,7 +86,8 @@ def export_dlpack(obj: Any, stream: int | None) -> DLPackExport:
     obj
         A DLPack producer.
     stream
-        CUDA stream that the producer makes wait for its own work; None for host memory.
+        CUDA stream that the producer makes wait for its own work, or `NO_SYNCHRONISATION`; None
+        for host memory.
 
     Raises
     ------

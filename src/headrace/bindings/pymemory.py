@@ -24,9 +24,12 @@ def view_memory(pointer: int, nbytes: int) -> memoryview:
 
 
 def address_of(view: memoryview) -> tuple[int, object]:
-    """Address of a writable, contiguous view of at least one byte, and what keeps it in place."""
-    anchor = (ctypes.c_char * view.nbytes).from_buffer(view)
-    return ctypes.addressof(anchor), anchor
+    """Address of a contiguous view of at least one byte, and what keeps it in place.
+
+    A view that is read-only stays so: nothing may be written at its address.
+    """
+    anchor = np.frombuffer(view, np.uint8)
+    return int(anchor.__array_interface__["data"][0]), anchor
 
 
 def map_pages(nbytes: int) -> memoryview:

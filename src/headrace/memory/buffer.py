@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from headrace.bindings.cuda import LEGACY_STREAM
-from headrace.bindings.dlpack import device_of, export_dlpack, is_contiguous
+from headrace.bindings.dlpack import (
+    NO_SYNCHRONISATION,
+    device_of,
+    export_dlpack,
+    is_contiguous,
+)
 from headrace.bindings.pymemory import address_of
 from headrace.errors import BufferMismatch
 from headrace.types import HOST, Device
@@ -32,8 +37,14 @@ class Buffer:
     """CUDA stream whose queued work may still use the memory; copies are ordered after it."""
 
 
-def buffer_from(obj: Any, pointer_device: Callable[[int], int | None]) -> Buffer:
-    """Describe the memory of any writable, contiguous array or buffer; nothing is copied.
+def buffer_from(
+    obj: Any,
+    pointer_device: Callable[[int], int | None],
+    *,
+    writable: bool = True,
+    stream: int | None = None,
+) -> Buffer:
+    """Describe the memory of any contiguous array or buffer; nothing but a NumPy scalar is copied.
 
     Parameters
     ----------
@@ -42,30 +53,42 @@ def buffer_from(obj: Any, pointer_device: Callable[[int], int | None]) -> Buffer
         buffer protocol: NumPy, torch, CuPy, JAX, Numba, cuda.core, ``bytearray``, ``mmap``.
     pointer_device
         Tells the CUDA ordinal of a pointer; asked only where the array does not say.
+    writable
+        False takes memory that is only to be read as well: ``bytes``, read-only arrays and
+        mappings, NumPy scalars, and torch tensors that require a gradient.
+    stream
+        CUDA stream that the caller has ordered the array's work on: an array on a GPU is then not
+        asked to synchronise anything. None leaves the order to the array.
 
     Returns
     -------
     Buffer
-        On a GPU, `Buffer.stream` is a stream that already waits for the producer's own work.
+        On a GPU, `Buffer.stream` is `stream`, or else one that waits for the producer's own work;
+        for host memory it is None.
 
     Raises
     ------
     BufferMismatch
-        It is read-only, not contiguous, on another kind of device, or none of these protocols.
+        It is read-only where `writable`, not contiguous, on another kind of device, or none of
+        these protocols.
     """
+    if not writable:
+        obj = _without_gradient(obj)
     if _is_on_cuda(obj):
-        return _from_gpu(obj, pointer_device)
+        asked = LEGACY_STREAM if stream is None else NO_SYNCHRONISATION
+        described = _from_gpu(obj, pointer_device, writable, asked)
+        return described if stream is None else replace(described, stream=stream)
     if _has(obj, "__array_interface__"):
-        return _from_numpy(obj)
+        return _from_numpy(obj, writable)
     try:
-        return _from_buffer_protocol(obj)
+        return _from_buffer_protocol(obj, writable)
     except TypeError:
         if not _has(obj, "__dlpack__"):
             raise BufferMismatch(
                 f"{_kind(obj)} has neither the buffer protocol, __cuda_array_interface__ nor "
                 "__dlpack__; pass an array or a bytearray"
             ) from None
-    return _from_dlpack(obj, stream=None)
+    return _from_dlpack(obj, writable, stream=None)
 
 
 def _has(obj: Any, name: str) -> bool:
@@ -80,6 +103,11 @@ def _has(obj: Any, name: str) -> bool:
         return True
 
 
+def _without_gradient(obj: Any) -> Any:
+    """The same memory without the gradient for whose sake torch refuses every protocol."""
+    return obj.detach() if getattr(obj, "requires_grad", False) is True else obj
+
+
 def _is_on_cuda(obj: Any) -> bool:
     if not _has(obj, "__dlpack_device__"):
         return _has(obj, "__cuda_array_interface__")
@@ -89,27 +117,29 @@ def _is_on_cuda(obj: Any) -> bool:
         raise BufferMismatch(f"{_kind(obj)}: {error}") from None
 
 
-def _from_gpu(obj: Any, pointer_device: Callable[[int], int | None]) -> Buffer:
+def _from_gpu(
+    obj: Any, pointer_device: Callable[[int], int | None], writable: bool, stream: int
+) -> Buffer:
     """Prefer DLPack, whose producers order a stream for us; some types only CUDA arrays carry."""
     refusal: BufferMismatch | None = None
     if _has(obj, "__dlpack__"):
         try:
-            return _from_dlpack(obj, stream=LEGACY_STREAM)
+            return _from_dlpack(obj, writable, stream)
         except BufferMismatch as error:
             refusal = error
     try:
         interface = obj.__cuda_array_interface__
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
         raise refusal or BufferMismatch(f"{_kind(obj)}: {error}") from error
-    return _from_cuda_array(obj, interface, pointer_device)
+    return _from_cuda_array(obj, interface, pointer_device, writable)
 
 
-def _from_dlpack(obj: Any, stream: int | None) -> Buffer:
+def _from_dlpack(obj: Any, writable: bool, stream: int | None) -> Buffer:
     try:
         export = export_dlpack(obj, stream)
     except (BufferError, RuntimeError, ValueError, TypeError) as error:
         raise BufferMismatch(f"{_kind(obj)} cannot be exported through DLPack: {error}") from error
-    if export.readonly:
+    if export.readonly and writable:
         raise _read_only(obj)
     if not export.contiguous:
         raise _not_contiguous(obj)
@@ -118,14 +148,17 @@ def _from_dlpack(obj: Any, stream: int | None) -> Buffer:
 
 
 def _from_cuda_array(
-    obj: Any, interface: dict[str, Any], pointer_device: Callable[[int], int | None]
+    obj: Any,
+    interface: dict[str, Any],
+    pointer_device: Callable[[int], int | None],
+    writable: bool,
 ) -> Buffer:
     try:
         pointer, readonly = interface["data"]
         shape, dtype = tuple(interface["shape"]), np.dtype(interface["typestr"])
     except (KeyError, TypeError, ValueError) as error:
         raise BufferMismatch(f"{_kind(obj)}.__cuda_array_interface__: {error!r}") from error
-    if readonly:
+    if readonly and writable:
         raise _read_only(obj)
     _refuse_objects(obj, dtype)
     strides = interface.get("strides")
@@ -139,15 +172,15 @@ def _from_cuda_array(
     return Buffer(int(pointer or 0), nbytes, Device("cuda", index), obj, stream)
 
 
-def _from_numpy(obj: Any) -> Buffer:
-    if isinstance(obj, np.generic):  # its interface is that of a copy, which is gone at once
+def _from_numpy(obj: Any, writable: bool) -> Buffer:
+    if writable and isinstance(obj, np.generic):  # its interface is that of a copy
         raise _read_only(obj)
     try:
         array = np.asarray(obj)
     except (KeyError, TypeError, ValueError) as error:
         raise BufferMismatch(f"{_kind(obj)}.__array_interface__: {error}") from error
     _refuse_objects(obj, array.dtype)
-    if not array.flags.writeable:
+    if writable and not array.flags.writeable:
         raise _read_only(obj)
     if not array.flags.c_contiguous:
         raise _not_contiguous(obj)
@@ -158,14 +191,14 @@ def _from_numpy(obj: Any) -> Buffer:
 def _refuse_objects(obj: Any, dtype: np.dtype[Any]) -> None:
     if dtype.hasobject:
         raise BufferMismatch(
-            f"{_kind(obj)} holds Python objects ({dtype}), which no file can fill; pass an array "
+            f"{_kind(obj)} holds Python objects ({dtype}), which no file can hold; pass an array "
             "of numbers"
         )
 
 
-def _from_buffer_protocol(obj: Any) -> Buffer:
+def _from_buffer_protocol(obj: Any, writable: bool) -> Buffer:
     view = memoryview(obj)
-    if view.readonly:
+    if writable and view.readonly:
         raise _read_only(obj)
     if not view.c_contiguous:
         raise _not_contiguous(obj)
