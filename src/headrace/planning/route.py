@@ -152,28 +152,30 @@ def choose(
     RouteUnavailable
         The forced route, or every route, cannot serve; or `Options.strict` forbids a downgrade.
     """
-    cannot = _impossible(device, facts, options.block_nbytes)
+    cannot = impossible_routes(device, facts, options.block_nbytes)
     buffered = Route.HOST if device.is_host else Route.CACHED
     if forced is not None:
-        return _take_forced(forced, cannot)
+        return take_forced(forced, cannot)
     if buffered in cannot:
-        raise RouteUnavailable(_all_reasons("no route can serve", cannot))
+        raise RouteUnavailable(all_reasons("no route can serve", cannot))
     first, why = _first_choice(resident, amount, buffered, facts, options)
     if first not in cannot:
         others = {**_not_preferred(first, buffered, why, device), **cannot}
-        return Choice(first, why, _in_order(others, first))
+        return Choice(first, why, in_order(others, first))
     downgrade = cannot[first]
     if options.strict:
         reason = f"strict=True forbids {buffered} in place of {downgrade}"
         raise RouteUnavailable(reason)
     why = f"{why}, but {downgrade.why}"
-    return Choice(buffered, why, _in_order(cannot, buffered), downgrade)
+    return Choice(buffered, why, in_order(cannot, buffered), downgrade)
 
 
-def _impossible(device: Device, facts: Facts, block_nbytes: int) -> dict[Route, Rejection]:
+def impossible_routes(
+    device: Device, facts: Facts, block_nbytes: int, what: str = "the destination is"
+) -> dict[Route, Rejection]:
     """Routes that this machine, file or destination rules out, whatever is resident."""
     cannot: dict[Route, Rejection] = {}
-    for new in (*_by_destination(device, facts), *_by_volume(facts, block_nbytes)):
+    for new in (*_by_device(device, facts, what), *_by_volume(facts, block_nbytes)):
         old = cannot.get(new.route)
         if old is not None:  # nobody should mend one thing only to meet the next
             remedy = "; ".join(filter(None, (old.remedy, new.remedy)))
@@ -182,11 +184,11 @@ def _impossible(device: Device, facts: Facts, block_nbytes: int) -> dict[Route, 
     return cannot
 
 
-def _by_destination(device: Device, facts: Facts) -> list[Rejection]:
+def _by_device(device: Device, facts: Facts, what: str) -> list[Rejection]:
     if device.is_host:
-        why = "the destination is host memory, not a GPU"
+        why = f"{what} host memory, not a GPU"
         return [Rejection(route, why, "") for route in (Route.CACHED, Route.MAPPED, Route.GDS)]
-    rejections = [Rejection(Route.HOST, f"the destination is {device}, not host memory", "")]
+    rejections = [Rejection(Route.HOST, f"{what} {device}, not host memory", "")]
     if facts.gpu.holds is not True:
         needs = [(route, facts.gpu) for route in Route if route is not Route.HOST]
     else:
@@ -261,19 +263,28 @@ def _not_preferred(
     return others
 
 
-def _take_forced(forced: Route, cannot: dict[Route, Rejection]) -> Choice:
+def take_forced(forced: Route, cannot: dict[Route, Rejection]) -> Choice:
+    """Choose the route that was asked for.
+
+    Raises
+    ------
+    RouteUnavailable
+        It cannot serve; the message has every reason.
+    """
     if forced in cannot:
         head = f"route {str(forced)!r} cannot serve: {cannot[forced]}"
         rest = {route: cannot[route] for route in cannot if route is not forced}
-        raise RouteUnavailable(_all_reasons(head + "; others", rest) if rest else head)
+        raise RouteUnavailable(all_reasons(head + "; others", rest) if rest else head)
     why = f"route={str(forced)!r} was asked for"
     others = {other: Rejection(other, why, "") for other in Route if other is not forced}
-    return Choice(forced, why, _in_order({**others, **cannot}, forced))
+    return Choice(forced, why, in_order({**others, **cannot}, forced))
 
 
-def _all_reasons(head: str, cannot: dict[Route, Rejection]) -> str:
+def all_reasons(head: str, cannot: dict[Route, Rejection]) -> str:
+    """A message with every reason against every route."""
     return f"{head}: " + "; ".join(str(rejection) for rejection in cannot.values())
 
 
-def _in_order(rejections: dict[Route, Rejection], taken: Route) -> tuple[Rejection, ...]:
+def in_order(rejections: dict[Route, Rejection], taken: Route) -> tuple[Rejection, ...]:
+    """Rejections of all routes but the one that was taken, in the order of `Route`."""
     return tuple(rejections[route] for route in Route if route in rejections and route != taken)

@@ -1,0 +1,135 @@
+"""What reads and writes share: probing the GPU, getting ready, and running the engines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from headrace.bindings.posix import DirectAlignment
+from headrace.engines.base import Cargo, Engine, Stats
+from headrace.equipment import Equipment
+from headrace.errors import RouteUnavailable
+from headrace.options import Options
+from headrace.planning.plan import Plan, Rejection, Transfer
+from headrace.probing.volume import VolumeFacts
+from headrace.progress import Odometer, OnProgress
+from headrace.survey import GpuProbes
+from headrace.types import Device, Route
+
+MakeEngine = Callable[[Route, Device, Sequence[DirectAlignment]], Engine]
+"""Gives the engine of a route for memory of a device."""
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What the engines of one transfer work with."""
+
+    cargo: Cargo
+    """Everything but the transfers: each engine gets those of its own."""
+    volumes: Sequence[VolumeFacts]
+    """The volume under each file."""
+    forced: Route | None
+    """The only route allowed."""
+    make_engine: MakeEngine
+    """Gives the engines."""
+
+
+class Transfers:
+    """Runs transfers with the equipment of a context.
+
+    Parameters
+    ----------
+    equipment
+        Its drivers and pools.
+    options
+        Its options.
+    """
+
+    def __init__(self, equipment: Equipment, options: Options) -> None:
+        self._equipment = equipment
+        self._options = options
+
+    def _gpu_probes(self, index: int, forced: Route | None) -> GpuProbes:
+        gpu = self._equipment.gpu_fact(index)
+        if gpu.holds is not True:
+            return GpuProbes(gpu, gpu, lambda _: gpu)
+        is_forced = forced is Route.GDS
+        return GpuProbes(
+            gpu,
+            self._equipment.mapping_fact(index),
+            lambda path: self._equipment.gds_fact(path, is_forced),
+        )
+
+    def _prepare(self, plan: Plan, devices: Iterable[Device]) -> Plan:
+        """Get a first block of page-locked memory, while the plan can still change."""
+        gpus = [device.index for device in devices if not device.is_host]
+        if not plan.uses(Route.CACHED, Route.DIRECT):
+            return plan
+        failures = [self._equipment.prepare_ring(index) for index in gpus]
+        failure = next(filter(None, failures), None)
+        if failure is None:
+            return plan
+        rejection = Rejection(
+            Route.CACHED,
+            f"no page-locked memory, so copies go through ordinary memory: {failure}",
+            "raise the limit of locked memory (ulimit -l), or lower Options.pinned_nbytes",
+        )
+        if self._options.strict:
+            raise RouteUnavailable(f"strict=True forbids a downgrade: {rejection}")
+        return plan.downgraded(rejection)
+
+    def _dispatch(
+        self, plan: Plan, order: Order, progress: OnProgress | None
+    ) -> tuple[list[Stats], Plan]:
+        """Let the engine of each route and device move its part, one after the other."""
+        stats: list[Stats] = []
+        total = sum(transfer.nbytes for transfer in plan.transfers)
+        odometer = Odometer(progress, total) if progress else None
+        for (route, device), transfers in _by_engine(plan, order.cargo).items():
+            before = sum(done.nbytes for done in stats)
+            on_progress = odometer.of_leg(before) if odometer else None
+            part = replace(order.cargo, transfers=transfers, on_progress=on_progress)
+            try:
+                stats.append(self._send(order, route, device, part))
+            except RouteUnavailable as error:
+                rejection = self._reject(route, error, order.forced)
+                taken = _instead_of(route, order.volumes)
+                plan = plan.rerouted(rejection, taken)
+                stats.append(self._send(order, taken, device, part))
+            for downgrade in stats[-1].downgrades:
+                plan = plan.warned(downgrade)
+        return stats, plan
+
+    def _send(self, order: Order, route: Route, device: Device, part: Cargo) -> Stats:
+        alignments = [volume.alignment for volume in order.volumes]
+        return self._engage(order.make_engine(route, device, alignments), part)
+
+    def _engage(self, engine: Engine, cargo: Cargo) -> Stats:
+        """Run one engine."""
+        return engine.run(cargo)
+
+    def _reject(self, route: Route, error: RouteUnavailable, forced: Route | None) -> Rejection:
+        """Why a route could not serve after all; the error itself where no other may take over."""
+        remedies = {
+            Route.MAPPED: "raise the limit of locked memory (ulimit -l)",
+            Route.GDS: "headrace doctor tells what cuFile lacks here",
+        }
+        if route not in remedies or forced is not None or self._options.strict:
+            raise error
+        why = str(error).removeprefix(f"route {str(route)!r} cannot serve: ")
+        return Rejection(route, why, remedies[route])
+
+
+def _by_engine(plan: Plan, cargo: Cargo) -> dict[tuple[Route, Device], list[Transfer]]:
+    """Transfers of each route and device, in the order of their first ones."""
+    found: dict[tuple[Route, Device], list[Transfer]] = {}
+    for transfer in plan.transfers:
+        device = cargo.buffers[transfer.pieces[0].buffer].device
+        found.setdefault((transfer.route, device), []).append(transfer)
+    return found
+
+
+def _instead_of(route: Route, volumes: Sequence[VolumeFacts]) -> Route:
+    """What takes over from a route that could not serve after all."""
+    opens_direct = all(volume.direct.holds is True for volume in volumes)
+    return Route.DIRECT if route is Route.GDS and opens_direct else Route.CACHED
