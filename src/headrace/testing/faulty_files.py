@@ -67,7 +67,7 @@ class FaultyFiles:
     mapped_nbytes: int = field(default=0, init=False)
     """Bytes mapped for a GPU to read."""
     reads: int = field(default=0, init=False)
-    """Calls of `preadv`, failed ones too."""
+    """Calls of `begin_read`, which `preadv` makes too; also those that it let fail."""
     opens: int = field(default=0, init=False)
     """Descriptors that were opened."""
     forgotten_nbytes: int = field(default=0, init=False)
@@ -117,18 +117,51 @@ class FaultyFiles:
 
     def preadv(self, fd: int, views: Sequence[memoryview], file_offset: int) -> int:
         """See `Files.preadv`."""
-        path, direct = self._find(fd)
-        self._count_read(path)
-        views = _cut_views(views, self._read_limit(fd, direct))
-        stop = file_offset + sum(view.nbytes for view in views)
-        if self.eio_at is not None and file_offset <= self.eio_at < stop:
-            _refuse(errno.EIO, f"preadv of [{file_offset}, {stop})")
-        done = self.inner.preadv(fd, views, file_offset)
-        with self._lock:
-            self.direct_nbytes += done if direct else 0
-            self.buffered_nbytes += 0 if direct else done
-            self._change(path)
+        limit = self.begin_read(fd, file_offset, sum(view.nbytes for view in views))
+        done = self.inner.preadv(fd, _cut_views(views, limit), file_offset)
+        self.end_read(fd, done)
         return done
+
+    def begin_read(self, fd: int, file_offset: int, nbytes: int, *, call: str = "preadv") -> int:
+        """Bring its faults to a read of a descriptor, also to one that somebody else makes.
+
+        Parameters
+        ----------
+        fd
+            A descriptor from `open`.
+        file_offset, nbytes
+            What is to be read.
+        call
+            Who reads, for the messages.
+
+        Returns
+        -------
+        int
+            How many of the bytes to read; tell `end_read` afterwards how many they were.
+
+        Raises
+        ------
+        OSError
+            The read is to fail, with EINTR or EIO; or EBADF for a descriptor not open here.
+        """
+        path, direct = self._find(fd)
+        with self._lock:
+            self.reads += 1
+            self._change(path)
+            if self.eintr_every is not None and self.reads % self.eintr_every == 0:
+                _refuse(errno.EINTR, f"{call} number {self.reads}")
+        limit = self._read_limit(fd, direct)
+        nbytes = nbytes if limit is None else min(nbytes, limit)
+        self._refuse_bad(call, file_offset, nbytes)
+        return nbytes
+
+    def end_read(self, fd: int, nbytes: int) -> None:
+        """Count the bytes that a read gave, and change the file if that is due now."""
+        path, direct = self._find(fd)
+        with self._lock:
+            self.direct_nbytes += nbytes if direct else 0
+            self.buffered_nbytes += 0 if direct else nbytes
+            self._change(path)
 
     def forget(self, fd: int, file_offset: int, nbytes: int) -> None:
         """See `Files.forget`."""
@@ -139,9 +172,7 @@ class FaultyFiles:
     def map_shared(self, fd: int, file_offset: int, nbytes: int) -> Mapping:
         """See `Files.map_shared`; it counts as a read of the range, with a read's faults."""
         path, _ = self._find(fd)
-        stop = file_offset + nbytes
-        if self.eio_at is not None and file_offset <= self.eio_at < stop:
-            _refuse(errno.EIO, f"mmap of [{file_offset}, {stop})")
+        self._refuse_bad("mmap", file_offset, nbytes)
         mapping = self.inner.map_shared(fd, file_offset, nbytes)
         with self._lock:
             self.mapped_nbytes += nbytes
@@ -191,12 +222,10 @@ class FaultyFiles:
                 _refuse(errno.EBADF, f"descriptor {fd}")
             return self._open[fd]
 
-    def _count_read(self, path: str) -> None:
-        with self._lock:
-            self.reads += 1
-            self._change(path)
-            if self.eintr_every is not None and self.reads % self.eintr_every == 0:
-                _refuse(errno.EINTR, f"preadv number {self.reads}")
+    def _refuse_bad(self, call: str, file_offset: int, nbytes: int) -> None:
+        stop = file_offset + nbytes
+        if self.eio_at is not None and file_offset <= self.eio_at < stop:
+            _refuse(errno.EIO, f"{call} of [{file_offset}, {stop})")
 
     def _read_limit(self, fd: int, direct: bool) -> int | None:
         if self.short_reads is None or not direct:
@@ -229,16 +258,14 @@ def pages_where(held: Callable[[int], bool]) -> Callable[[int, int], int]:
     return count
 
 
-def _cut_views(views: Sequence[memoryview], limit: int | None) -> list[memoryview]:
-    """Keep the first `limit` bytes of the views."""
+def _cut_views(views: Sequence[memoryview], nbytes: int) -> list[memoryview]:
+    """Keep the first `nbytes` of the views."""
     kept: list[memoryview] = []
     for view in views:
-        part = view if limit is None else view.cast("B")[:limit]
-        kept.append(part)
-        if limit is not None:
-            limit -= part.nbytes
-            if not limit:
-                break
+        if not nbytes:
+            break
+        kept.append(view if view.nbytes <= nbytes else view.cast("B")[:nbytes])
+        nbytes -= kept[-1].nbytes
     return kept
 
 
