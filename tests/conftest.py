@@ -8,7 +8,9 @@ import pytest
 
 from headrace.errors import DeviceError
 
-pytest.register_assert_rewrite("headrace.testing.engine_suite", "headrace.testing.format_suite")
+pytest.register_assert_rewrite(
+    "headrace.testing.engine_suite", "headrace.testing.format_suite", "tests.engines.gds_suite"
+)
 
 _DEVICES = pytest.StashKey[int]()
 _DEVICES_NEEDED = {"gpu": 1, "gpu2": 2}

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from headrace.testing import EngineSuite, FakeCuda, FakeDeviceArray
+from headrace.testing import FakeCuda, FakeDeviceArray
 from headrace.testing.fake_cuda import POISON
+from tests.engines.device_memory import DeviceMemory
 
 
-class FakeBuffers(EngineSuite):
+class FakeBuffers(DeviceMemory):
     """Device memory at odd addresses, inside a larger allocation whose rest stays poisoned."""
 
     __test__ = False
-    unfit_route = "host"
-    lead = 3
 
     def setup_method(self) -> None:
         self.cuda = FakeCuda()
@@ -23,6 +22,12 @@ class FakeBuffers(EngineSuite):
         part = whole.view(self.lead, nbytes)
         self.whole[id(part)] = whole
         return part
+
+    def make_busy_buffer(self, nbytes: int) -> FakeDeviceArray:
+        self.stream = self.cuda.create_stream()
+        buffer = self.make_buffer(nbytes)
+        self.cuda.enqueue_on(self.stream, lambda: buffer.fill(0))
+        return buffer
 
     def read_back(self, buffer: FakeDeviceArray) -> bytes:
         whole = self.whole[id(buffer)].tobytes()

@@ -19,7 +19,12 @@ from headrace.reading import read_into
 from headrace.testing import EngineSuite, FakeCuda, FakeDeviceArray
 from headrace.testing.engine_suite import BLOCK, SMALL
 from headrace.testing.fake_cuda import POISON
+from tests.engines.device_memory import DeviceMemory
 from tests.engines.fake_buffers import FakeBuffers
+
+BUSY_NBYTES = 1 << 30
+BUSY_FILLS = 200
+"""So many fills keep a GPU busy for longer than a small read takes, some 70 ms on an H200."""
 
 
 @pytest.fixture(scope="session")
@@ -88,9 +93,8 @@ class FakeDevice(FakeBuffers):
     def test_user_work_queued_before_the_read_comes_first(self, tmp_path: Path) -> None:
         path = tmp_path / "file"
         path.write_bytes(b"\x01" * 9 * BLOCK)
-        self.stream = self.cuda.create_stream()
-        buffer = self.make_buffer(9 * BLOCK)
-        self.cuda.enqueue_on(self.stream, lambda: buffer.fill(0))
+        buffer = self.make_busy_buffer(9 * BLOCK)
+        assert self.stream is not None
         with self.make_context(options=SMALL) as context:
             self.check_read(context, path)
             read_into(buffer, path, route=self.route, context=context)
@@ -199,13 +203,11 @@ class TestCachedAligned(FakeDevice):
     lead = 0
 
 
-class RealDevice(EngineSuite):
+class RealDevice(DeviceMemory):
     """Memory of a real GPU, from torch or CuPy; at odd addresses, as `FakeBuffers`."""
 
     __test__ = False
-    unfit_route = "host"
     device = 0
-    lead = 3
 
     def setup_method(self) -> None:
         self.make_array, self.to_host = _find_framework(self.device)
@@ -220,6 +222,13 @@ class RealDevice(EngineSuite):
         part = whole[self.lead : self.lead + nbytes]
         self.whole[id(part)] = (part, whole)
         return part
+
+    def make_busy_buffer(self, nbytes: int) -> Any:
+        buffer, other = self.make_buffer(nbytes), self.make_array(BUSY_NBYTES)
+        for _ in range(BUSY_FILLS):
+            other[:] = 0
+        buffer[:] = 0
+        return buffer
 
     def read_back(self, buffer: Any) -> bytes:
         got = self.to_host(self.whole[id(buffer)][1])

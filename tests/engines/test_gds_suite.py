@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 
@@ -14,15 +14,14 @@ from headrace.probing.fact import Fact
 from headrace.reading import read_into
 from headrace.testing import FakeCuda, FakeDeviceArray, FaultyFiles
 from headrace.testing.engine_suite import BLOCK, SMALL
-from headrace.testing.fake_cufile import FakeCuFile, Mode
+from headrace.testing.fake_cufile import FakeCuFile
 from headrace.testing.faulty_files import pages_where
 from tests.engines.fake_buffers import FakeBuffers
+from tests.engines.gds_suite import GdsSuite
 
 
-class FakeGds(FakeBuffers):
+class FakeGds(GdsSuite, FakeBuffers):
     __test__ = False
-    route = "gds"
-    mode: ClassVar[Mode] = "p2p"
 
     def setup_method(self) -> None:
         super().setup_method()
@@ -42,33 +41,6 @@ class FakeGds(FakeBuffers):
         assert (self.cuda.live_streams, self.cuda.live_events) == (0, 0)
         assert (self.cuda.pinned_nbytes, self.cuda.errors) == (0, [])
 
-    def test_route_around_the_page_cache_reads_nothing_through_it(self, tmp_path: Path) -> None:
-        path = tmp_path / "file"
-        path.write_bytes(os.urandom(20 * BLOCK + 700))
-        with self.open_context() as (context, files):
-            self.check_read(context, path, 3)
-        # cuFile gets a descriptor with O_DIRECT where the file system has that, else an ordinary.
-        assert 0 in (files.buffered_nbytes, files.direct_nbytes)
-
-    def test_report_says_what_the_statistics_say(self, tmp_path: Path) -> None:
-        path = tmp_path / "file"
-        path.write_bytes(os.urandom(9 * BLOCK))
-        with self.open_context() as (context, _):
-            report = self.check_read(context, path)
-        (observed,) = report.to_dict()["observed"]
-        assert "cuFile statistics" in observed["evidence"]
-        assert ("compatibility mode" in observed["evidence"]) is (self.mode == "compat")
-
-    def test_user_work_queued_before_the_read_comes_first(self, tmp_path: Path) -> None:
-        path = tmp_path / "file"
-        path.write_bytes(b"\x01" * 9 * BLOCK)
-        self.stream = self.cuda.create_stream()
-        buffer = self.make_buffer(9 * BLOCK)
-        self.cuda.enqueue_on(self.stream, lambda: buffer.fill(0))
-        with self.make_context(options=SMALL) as context:
-            read_into(buffer, path, route=self.route, context=context)
-        assert set(self.read_back(buffer)) == {1}
-
     @pytest.mark.parametrize("call", ["cuFileRead", "cuFileHandleRegister"])
     def test_failed_call_is_a_device_error_and_the_context_stays_usable(
         self, tmp_path: Path, call: str
@@ -84,15 +56,6 @@ class FakeGds(FakeBuffers):
             assert not files.open_descriptors
             self.cufiles[-1].codes.clear()
             self.check_read(context, path)
-
-    def test_two_contexts_serve_side_by_side(self, tmp_path: Path) -> None:
-        path = tmp_path / "file"
-        path.write_bytes(os.urandom(9 * BLOCK))
-        with self.make_context(options=SMALL) as first:
-            with self.make_context(options=SMALL) as second:
-                self.check_read(first, path)
-                self.check_read(second, path)
-            self.check_read(first, path)
 
 
 class TestGds(FakeGds):

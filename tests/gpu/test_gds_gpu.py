@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,27 +24,17 @@ from headrace.memory.buffer import Buffer, buffer_from
 from headrace.planning.plan import Piece, Transfer
 from headrace.types import Route
 from tests.support import never_asked, open_source, run_python, write_random
+from tests.testbed import mounted_testbed, run_testbed
 
 pytestmark = [pytest.mark.gpu, pytest.mark.root]
 
-_TESTBED = Path(__file__).parents[2] / "scripts" / "zram-testbed"
 MIB = 1 << 20
-
-
-def _testbed(*arguments: str) -> None:
-    done = subprocess.run(
-        [str(_TESTBED), *arguments], capture_output=True, text=True, check=False, timeout=120
-    )
-    if done.returncode:
-        pytest.skip(f"zram-testbed {' '.join(arguments)}: {done.stderr.strip()}")
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    mount = tmp_path_factory.mktemp("gds") / "zram"
-    _testbed("up", "1G", str(mount))
-    yield mount
-    _testbed("down", str(mount))
+    with mounted_testbed(tmp_path_factory.mktemp("gds")) as mount:
+        yield mount
 
 
 @pytest.fixture(scope="module")
@@ -267,11 +256,11 @@ def test_probe_in_a_child_reads_a_page_and_knows_the_way(folder: Path, content: 
 
 
 def test_without_a_udev_record_the_reason_names_it(folder: Path, content: bytes) -> None:
-    _testbed("hide", str(folder))
+    run_testbed("hide", str(folder))
     try:
         found = probe_cufile(str(folder / "file"), device=0, timeout_s=60)
     finally:
-        _testbed("show", str(folder))
+        run_testbed("show", str(folder))
     assert not found.works
     assert "udev" in found.why
     assert "5027" in found.why

@@ -190,6 +190,25 @@ def test_rewritten_file_is_the_same_file_with_other_bytes_and_a_later_mtime(path
     assert read_once(files, path) == bytes(255 - byte for byte in DATA)
 
 
+def test_read_that_somebody_else_makes_has_the_same_faults_and_counts(path: str) -> None:
+    files = FaultyFiles(short_reads=200, eio_at=700, eintr_every=3, truncate_after=150, to=150)
+    fd = files.open(path)
+    assert files.begin_read(fd, 0, 1000) == 200
+    files.end_read(fd, 149)
+    assert os.stat(path).st_size == NBYTES
+    with pytest.raises(OSError, match=r"cuFileRead of \[600, 800\): EIO"):
+        files.begin_read(fd, 600, 1000, call="cuFileRead")
+    with pytest.raises(InterruptedError, match="cuFileRead number 3: EINTR"):
+        files.begin_read(fd, 0, 1000, call="cuFileRead")
+    assert files.begin_read(fd, 500, 200) == 200
+    files.end_read(fd, 1)
+    assert os.stat(path).st_size == 150
+    assert (files.reads, files.buffered_nbytes, files.direct_nbytes) == (4, 150, 0)
+    files.close(fd)
+    with pytest.raises(OSError, match="EBADF"):
+        files.begin_read(fd, 0, 1)
+
+
 def test_refused_direct_open_is_einval_and_buffered_open_works(path: str) -> None:
     files = FaultyFiles(refuse_direct=True)
     with pytest.raises(OSError, match="Invalid argument") as caught:

@@ -140,7 +140,8 @@ def _runs(
     run: list[Piece] = []
     for piece in pieces:
         if run and (
-            piece.file_offset != run[-1].file_stop or devices[piece.buffer] != devices[run[-1].buffer]
+            piece.file_offset != run[-1].file_stop
+            or devices[piece.buffer] != devices[run[-1].buffer]
         ):
             yield devices[run[-1].buffer], tuple(run)
             run = []

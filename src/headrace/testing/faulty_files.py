@@ -57,7 +57,7 @@ class FaultyFiles(WritingFaults):
     mapped_nbytes: int = field(default=0, init=False)
     """Bytes mapped for a GPU to read."""
     reads: int = field(default=0, init=False)
-    """Calls of `preadv`, failed ones too."""
+    """Calls of `begin_read`, which `preadv` makes too; also those that it let fail."""
     forgotten_nbytes: int = field(default=0, init=False)
     """Bytes in the ranges that `forget` was told to drop."""
 
@@ -82,18 +82,51 @@ class FaultyFiles(WritingFaults):
 
     def preadv(self, fd: int, views: Sequence[memoryview], file_offset: int) -> int:
         """See `Files.preadv`."""
-        path, direct = self._find(fd)
-        self._count_read(path)
-        views = cut_views(views, self._limit(self.short_reads, fd, direct))
-        stop = file_offset + sum(view.nbytes for view in views)
-        if self.eio_at is not None and file_offset <= self.eio_at < stop:
-            refuse(errno.EIO, f"preadv of [{file_offset}, {stop})")
-        done = self.inner.preadv(fd, views, file_offset)
-        with self._lock:
-            self.direct_nbytes += done if direct else 0
-            self.buffered_nbytes += 0 if direct else done
-            self._change(path)
+        limit = self.begin_read(fd, file_offset, sum(view.nbytes for view in views))
+        done = self.inner.preadv(fd, cut_views(views, limit), file_offset)
+        self.end_read(fd, done)
         return done
+
+    def begin_read(self, fd: int, file_offset: int, nbytes: int, *, call: str = "preadv") -> int:
+        """Bring its faults to a read of a descriptor, also to one that somebody else makes.
+
+        Parameters
+        ----------
+        fd
+            A descriptor from `open`.
+        file_offset, nbytes
+            What is to be read.
+        call
+            Who reads, for the messages.
+
+        Returns
+        -------
+        int
+            How many of the bytes to read; tell `end_read` afterwards how many they were.
+
+        Raises
+        ------
+        OSError
+            The read is to fail, with EINTR or EIO; or EBADF for a descriptor not open here.
+        """
+        path, direct = self._find(fd)
+        with self._lock:
+            self.reads += 1
+            self._change(path)
+            if self.eintr_every is not None and self.reads % self.eintr_every == 0:
+                refuse(errno.EINTR, f"{call} number {self.reads}")
+        limit = self._limit(self.short_reads, fd, direct)
+        nbytes = nbytes if limit is None else min(nbytes, limit)
+        self._refuse_bad(call, file_offset, nbytes)
+        return nbytes
+
+    def end_read(self, fd: int, nbytes: int) -> None:
+        """Count the bytes that a read gave, and change the file if that is due now."""
+        path, direct = self._find(fd)
+        with self._lock:
+            self.direct_nbytes += nbytes if direct else 0
+            self.buffered_nbytes += 0 if direct else nbytes
+            self._change(path)
 
     def forget(self, fd: int, file_offset: int, nbytes: int) -> None:
         """See `Files.forget`."""
@@ -105,9 +138,7 @@ class FaultyFiles(WritingFaults):
     def map_shared(self, fd: int, file_offset: int, nbytes: int) -> Mapping:
         """See `Files.map_shared`; it counts as a read of the range, with a read's faults."""
         path, _ = self._find(fd)
-        stop = file_offset + nbytes
-        if self.eio_at is not None and file_offset <= self.eio_at < stop:
-            refuse(errno.EIO, f"mmap of [{file_offset}, {stop})")
+        self._refuse_bad("mmap", file_offset, nbytes)
         mapping = self.inner.map_shared(fd, file_offset, nbytes)
         with self._lock:
             self.mapped_nbytes += nbytes
@@ -153,12 +184,10 @@ class FaultyFiles(WritingFaults):
         self._live()
         return None if self.no_dioalign else self.inner.direct_alignment(fd)
 
-    def _count_read(self, path: str) -> None:
-        with self._lock:
-            self.reads += 1
-            self._change(path)
-            if self.eintr_every is not None and self.reads % self.eintr_every == 0:
-                refuse(errno.EINTR, f"preadv number {self.reads}")
+    def _refuse_bad(self, call: str, file_offset: int, nbytes: int) -> None:
+        stop = file_offset + nbytes
+        if self.eio_at is not None and file_offset <= self.eio_at < stop:
+            refuse(errno.EIO, f"{call} of [{file_offset}, {stop})")
 
     def _change(self, path: str) -> None:
         """Do to the file what is due by now; each change only once."""
