@@ -128,6 +128,17 @@ def test_new_file_has_the_permissions_of_the_old_one(target: Path, mode: int) ->
     assert stat.S_IMODE(target.stat().st_mode) == mode
 
 
+class ModeAtSync(FaultyFiles):
+    def sync(self, fd: int) -> None:
+        assert stat.S_IMODE(self.status(fd).mode) == 0o640
+        FaultyFiles.sync(self, fd)
+
+
+def test_permissions_are_synced_with_the_bytes(target: Path) -> None:
+    target.chmod(0o640)
+    save(target, NEW, ModeAtSync())
+
+
 def test_set_user_id_is_not_passed_on(target: Path) -> None:
     target.chmod(0o6755)
     save(target)
@@ -385,6 +396,21 @@ def test_what_only_looks_like_a_temporary_is_left_and_waited_for_by_nobody(targe
     save(target)
     assert target.read_bytes() == NEW
     assert beside(target) == sorted([stale(target).name, folder.name, dangling.name])
+
+
+class Taken(FaultyFiles):
+    """Somebody else has a file of the name that was drawn."""
+
+    def create(self, path: str, mode: int) -> int:
+        Path(path).write_bytes(b"theirs")
+        return FaultyFiles.create(self, path, mode)
+
+
+def test_file_of_somebody_else_by_the_drawn_name_is_not_removed(target: Path) -> None:
+    with pytest.raises(FileExistsError):
+        Replacement(str(target), Taken())
+    (name,) = beside(target)
+    assert target.with_name(name).read_bytes() == b"theirs"
 
 
 class Lockless(FaultyFiles):
