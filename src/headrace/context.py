@@ -25,6 +25,7 @@ from headrace.read_transfers import Allocate, ReadTransfers
 from headrace.report import Explanation, Report
 from headrace.survey import Want
 from headrace.types import Device
+from headrace.write_transfers import Delivery, WriteTransfers
 
 if TYPE_CHECKING:
     from headrace.bindings.cufile import CuFile
@@ -71,6 +72,7 @@ class Context:
         )
         self._equipment = Equipment(self.bindings, self.options)
         self._reads = ReadTransfers(self._equipment, self.options)
+        self._writes = WriteTransfers(self._equipment, self.options)
         self._warned: set[Rejection] = set()
         self._closed = False
         self._forget_parent()
@@ -159,6 +161,30 @@ class Context:
         forced = parse_route(route)
         with self._use():
             done = self._reads.run(want, device, allocate, forced, progress)
+        return self._publish(*done)
+
+    def deliver(
+        self, delivery: Delivery, *, route: str = "auto", progress: OnProgress | None = None
+    ) -> Report:
+        """Write buffers into files that are open.
+
+        Parameters
+        ----------
+        delivery
+            What to write, and where.
+        route
+            A route, or "auto" for the best of each device.
+        progress
+            Called in this thread, about ten times a second.
+
+        Raises
+        ------
+        RouteUnavailable, DeviceError, OSError, ValueError
+            See `headrace.errors`; ValueError for a route that does not exist or a closed context.
+        """
+        forced = parse_route(route)
+        with self._use():
+            done = self._writes.run(delivery, forced, progress)
         return self._publish(*done)
 
     def explain(self, want: Want, device: Device, *, route: str = "auto") -> Explanation:

@@ -15,7 +15,7 @@ from headrace.engines.base import Engine
 from headrace.engines.cached import CachedEngine, CachedWriter
 from headrace.engines.direct import DirectEngine
 from headrace.engines.host import HostEngine, HostWriter
-from headrace.engines.lanes import Fence, Lanes, streams_of
+from headrace.engines.lanes import Fence, Lanes
 from headrace.engines.mapped import MappedEngine
 from headrace.engines.ring import Ring
 from headrace.errors import RouteUnavailable
@@ -131,18 +131,20 @@ class Equipment:
         return self._gds_volumes[volume]
 
     @contextlib.contextmanager
-    def fence(self, device: Device, buffers: Iterable[Buffer]) -> Iterator[Fence]:
+    def fence(self, buffers: Iterable[Buffer]) -> Iterator[Fence]:
         """Mark what is queued now on the streams of some buffers, for the length of a block."""
-        streams = streams_of(buffers)
-        if device.is_host or not streams:
-            yield Fence()
-            return
-        lanes = self._borrow_lanes()
-        fence = lanes.fence(device.index, streams)
-        try:
-            yield fence
-        finally:
-            lanes.forget(fence)
+        by_device: dict[int, set[int]] = {}
+        for buffer in buffers:
+            if buffer.stream is not None:
+                by_device.setdefault(buffer.device.index, set()).add(buffer.stream)
+        with contextlib.ExitStack() as stack:
+            events: list[int] = []
+            for device, streams in by_device.items():
+                lanes = self._borrow_lanes()
+                fence = lanes.fence(device, streams)
+                stack.callback(lanes.forget, fence)
+                events.extend(fence.events)
+            yield Fence(tuple(events))
 
     def prepare_ring(self, device: int) -> str | None:
         """Get a first page-locked block; why there is none, or None when all is well."""
@@ -189,10 +191,14 @@ class Equipment:
             from headrace.engines.direct_writer import DirectWriter
 
             return DirectWriter(alignments, None if device.is_host else self._borrow_ring())
-        if device.is_host or route is Route.MAPPED:
+        if device.is_host:
             raise RouteUnavailable(f"no engine moves bytes from {device} by the route {route}")
         if route is Route.CACHED:
             return CachedWriter(self._borrow_ring())
+        if route is Route.MAPPED:
+            from headrace.engines.mapped_writer import MappedWriter
+
+            return MappedWriter(self.load_cuda(), self._borrow_lanes())
         from headrace.engines.gds_writer import GdsWriter
 
         lease = self._borrow_lease()

@@ -14,7 +14,6 @@ from headrace.memory.buffer import Buffer
 from headrace.planning.effort import choose_workers
 from headrace.planning.plan import Plan, Rejection
 from headrace.planning.planner import make_plan
-from headrace.probing.fact import Fact
 from headrace.probing.machine import storage_read_nbytes
 from headrace.progress import OnProgress
 from headrace.report import (
@@ -26,7 +25,7 @@ from headrace.report import (
     make_report,
 )
 from headrace.storage.source import Source
-from headrace.survey import GpuProbes, Survey, Want, open_sources, select, survey
+from headrace.survey import Survey, Want, open_sources, select, survey
 from headrace.transfers import Order, Transfers
 from headrace.types import Device, Route
 
@@ -61,7 +60,7 @@ class ReadTransfers(Transfers):
             with watch.stage("allocate"):
                 buffers = allocate(found.specs)
             try:
-                with watch.stage("transfer"), self._equipment.fence(device, buffers) as fence:
+                with watch.stage("transfer"), self._equipment.fence(buffers) as fence:
                     cargo = self._load_cargo(found, buffers, device, fence)
                     _mark_clean(plan, sources)
                     order = Order(cargo, found.volumes, forced, self._equipment.engine)
@@ -91,7 +90,7 @@ class ReadTransfers(Transfers):
         device: Device,
         forced: Route | None,
     ) -> tuple[Survey, Plan]:
-        probes = _NO_GPU if device.is_host else self._gpu_probes(device.index, forced)
+        probes = self._probes(device, forced)
         system, granule = self._equipment.bindings.system, self._options.block_nbytes
         found = survey(sources, wanted, system, probes, granule)
         return found, make_plan(found.files, device, self._options, forced)
@@ -126,7 +125,3 @@ def _mark_clean(plan: Plan, sources: Sequence[Source]) -> None:
     for transfer in plan.transfers:
         if transfer.keep_clean:
             sources[transfer.source].expect_random()
-
-
-_NOT_LOOKED_FOR = Fact("CUDA device", None, "not looked for", "the destination is host memory")
-_NO_GPU = GpuProbes(_NOT_LOOKED_FOR, _NOT_LOOKED_FOR, lambda _: _NOT_LOOKED_FOR)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from html import escape
-from typing import Any
+from typing import Any, Literal
 
 from headrace.engines.base import Stats
 from headrace.formats.catalog import TensorSpec
@@ -53,13 +53,31 @@ class ObservedRoute:
 
 
 @dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A copy of tensors as they were when an asynchronous save was asked for."""
+
+    device: str
+    """Where the copy was kept: ``"cpu"`` or ``"cuda:N"``; several are joined by commas."""
+    nbytes: int
+    """Its size."""
+    seconds: float
+    """Wall time until the caller could change the tensors."""
+
+    def __str__(self) -> str:
+        return (
+            f"snapshot of {format_nbytes(self.nbytes)} on {self.device} "
+            f"in {_three_digits(self.seconds)} s"
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Report:
     """What one transfer did."""
 
     source: str
-    """File, directory or list that was read."""
+    """File, directory or list that was read, or written."""
     device: str
-    """Where the bytes went: ``"cpu"`` or ``"cuda:N"``."""
+    """Where the bytes went, or came from: ``"cpu"`` or ``"cuda:N"``; several joined by commas."""
     nbytes: int
     """Bytes that arrived."""
     seconds: float
@@ -75,12 +93,21 @@ class Report:
     resident_nbytes: int
     """Wanted bytes that the page cache held before the read."""
     stages: Mapping[str, float]
-    """Wall seconds: "open", "plan", "allocate", "transfer", "verify"; and "read",
-    the part of "transfer" inside read calls, summed over its workers."""
+    """Wall seconds: of a read "open", "plan", "allocate", "transfer", "verify"; of a write
+    "plan", "allocate", "transfer", "sync". And "read" or "write", the part of "transfer" inside
+    calls on files, summed over its workers."""
     pinned_nbytes: int
     """Most page-locked memory that the context held, in bytes."""
     mapped_nbytes: int = 0
     """File bytes that the context keeps registered, so that they cannot be reclaimed."""
+    operation: Literal["read", "write"] = "read"
+    """Which way the bytes went."""
+    durable: bool | None = None
+    """Whether a write was waited for until storage had it (fsync); None for a read."""
+    snapshot: Snapshot | None = None
+    """The copy that an asynchronous save wrote; None where the tensors themselves were written."""
+    verified_nbytes: int | None = None
+    """Bytes of a read whose checksum, stored in the file, was right; None if nobody asked."""
 
     @property
     def gb_per_s(self) -> float:
@@ -115,6 +142,10 @@ class Report:
             "stages": dict(self.stages),
             "pinned_nbytes": self.pinned_nbytes,
             "mapped_nbytes": self.mapped_nbytes,
+            "operation": self.operation,
+            "durable": self.durable,
+            "snapshot": asdict(self.snapshot) if self.snapshot else None,
+            "verified_nbytes": self.verified_nbytes,
         }
 
     def __str__(self) -> str:
@@ -123,11 +154,27 @@ class Report:
         reasons = "".join(
             f"; {r.route}: {r.why}" for r in self.rejected if r.remedy and r.ruled_out
         )
+        ends = [one_line(self.source), self.device]
+        way = " -> ".join(ends if self.operation == "read" else reversed(ends))
         return (
-            f"{one_line(self.source)} -> {self.device}  {format_nbytes(self.nbytes)} in "
+            f"{way}  {format_nbytes(self.nbytes)} in "
             f"{_three_digits(self.seconds)} s ({_three_digits(self.gb_per_s)} GB/s) "
-            f"{routes}{one_line(reasons)}"
+            f"{routes}{self._extras()}{one_line(reasons)}"
         )
+
+    def _extras(self) -> str:
+        """What only some transfers have to tell."""
+        extras = []
+        if self.snapshot is not None:
+            extras.append(str(self.snapshot))
+        if self.durable is False:
+            extras.append("not synced to storage")
+        if self.verified_nbytes is not None:
+            checked = format_nbytes(self.verified_nbytes)
+            extras.append(
+                f"checksums right for {checked}" if self.verified_nbytes else "no checksums"
+            )
+        return "".join(f"; {extra}" for extra in extras)
 
     def _repr_html_(self) -> str:
         rows = "".join(
@@ -195,11 +242,12 @@ class Stopwatch:
 
 def make_report(
     label: str,
-    device: Device,
+    device: object,
     plan: Plan,
     stats: Sequence[Stats],
     watch: Stopwatch,
     held: tuple[int, int],
+    operation: Literal["read", "write"] = "read",
 ) -> Report:
     """Put together what was planned and what was done; `held`: bytes page-locked and mapped."""
     seconds, cpu_seconds = watch.stop()
@@ -225,10 +273,11 @@ def make_report(
         resident_nbytes=plan.resident_nbytes,
         stages={
             **watch.stages,
-            "read": sum(done.file_seconds for done in stats),
+            operation: sum(done.file_seconds for done in stats),
         },
         pinned_nbytes=held[0],
         mapped_nbytes=held[1],
+        operation=operation,
     )
 
 

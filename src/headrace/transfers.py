@@ -11,6 +11,7 @@ from headrace.equipment import Equipment
 from headrace.errors import RouteUnavailable
 from headrace.options import Options
 from headrace.planning.plan import Plan, Rejection, Transfer
+from headrace.probing.fact import Fact
 from headrace.probing.volume import VolumeFacts
 from headrace.progress import Odometer, OnProgress
 from headrace.survey import GpuProbes
@@ -49,14 +50,17 @@ class Transfers:
         self._equipment = equipment
         self._options = options
 
-    def _gpu_probes(self, index: int, forced: Route | None) -> GpuProbes:
-        gpu = self._equipment.gpu_fact(index)
+    def _probes(self, device: Device, forced: Route | None) -> GpuProbes:
+        """What is known of a device, as far as it is a GPU."""
+        if device.is_host:
+            return _NO_GPU
+        gpu = self._equipment.gpu_fact(device.index)
         if gpu.holds is not True:
             return GpuProbes(gpu, gpu, lambda _: gpu)
         is_forced = forced is Route.GDS
         return GpuProbes(
             gpu,
-            self._equipment.mapping_fact(index),
+            self._equipment.mapping_fact(device.index),
             lambda path: self._equipment.gds_fact(path, is_forced),
         )
 
@@ -133,3 +137,7 @@ def _instead_of(route: Route, volumes: Sequence[VolumeFacts]) -> Route:
     """What takes over from a route that could not serve after all."""
     opens_direct = all(volume.direct.holds is True for volume in volumes)
     return Route.DIRECT if route is Route.GDS and opens_direct else Route.CACHED
+
+
+_NOT_LOOKED_FOR = Fact("CUDA device", None, "not looked for", "the bytes stay in host memory")
+_NO_GPU = GpuProbes(_NOT_LOOKED_FOR, _NOT_LOOKED_FOR, lambda _: _NOT_LOOKED_FOR)

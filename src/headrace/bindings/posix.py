@@ -19,6 +19,7 @@ _CACHESTAT = 451  # the same number on every architecture; Linux 6.5
 _AT_EMPTY_PATH = 0x1000
 _STATX_DIOALIGN = 0x2000
 _STATX_DIO_OFFSETS = 0x98  # offset of stx_dio_mem_align and stx_dio_offset_align in struct statx
+_MADV_POPULATE_WRITE = 23
 _STATX_NR = MappingProxyType({"x86_64": 332, "aarch64": 291})
 
 
@@ -53,13 +54,13 @@ class DirectAlignment:
 
 
 class Mapping:
-    """A read-only mapping of a file, for the GPU to read.
+    """A shared mapping of a file, for the GPU to read or, if it is writable, to write.
 
     The CPU must not touch it: the process would be killed if the file were truncated meanwhile.
     """
 
-    def __init__(self, fd: int, file_offset: int, nbytes: int) -> None:
-        flags, prot = mmap.MAP_SHARED, mmap.PROT_READ
+    def __init__(self, fd: int, file_offset: int, nbytes: int, *, writable: bool = False) -> None:
+        flags, prot = mmap.MAP_SHARED, mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
         self._mapping = mmap.mmap(fd, nbytes, flags=flags, prot=prot, offset=file_offset)
         view = np.frombuffer(self._mapping, np.uint8)
         self.pointer = int(view.__array_interface__["data"][0])
@@ -109,6 +110,13 @@ class Files(Protocol):
     def map_shared(self, fd: int, file_offset: int, nbytes: int) -> Mapping:
         """Map a page-aligned range for reading; ValueError or OSError past the end of the file."""
 
+    def map_for_writing(self, fd: int, file_offset: int, nbytes: int) -> Mapping:
+        """Map a page-aligned range and back it with pages (MADV_POPULATE_WRITE, Linux 5.14).
+
+        OSError where there is no room (ENOSPC), or the kernel cannot (EINVAL); ValueError past the
+        end of the file.
+        """
+
     def open_write(self, path: str, *, direct: bool = False, create: bool = False) -> int:
         """Open for reading and writing, as it is; with `create`, made if it is missing."""
 
@@ -152,6 +160,7 @@ class PosixFiles:
     def __init__(self) -> None:
         self._libc = ctypes.CDLL(None, use_errno=True)
         self._libc.syscall.restype = ctypes.c_long
+        self._libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
         self._libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p)
         offset = ctypes.c_int64
         self._libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, offset, offset)
@@ -240,6 +249,19 @@ class PosixFiles:
     def map_shared(self, fd: int, file_offset: int, nbytes: int) -> Mapping:
         """See `Files.map_shared`."""
         return Mapping(fd, file_offset, nbytes)
+
+    def map_for_writing(self, fd: int, file_offset: int, nbytes: int) -> Mapping:
+        """See `Files.map_for_writing`."""
+        mapping = Mapping(fd, file_offset, nbytes, writable=True)
+        try:
+            _check("madvise", self._libc.madvise(mapping.pointer, nbytes, _MADV_POPULATE_WRITE))
+        except OSError as error:
+            mapping.close()
+            if error.errno == errno.EFAULT:  # where a touch would be answered with a signal
+                full = OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)} (or it was truncated)")
+                raise full from error
+            raise
+        return mapping
 
     def open_write(self, path: str, *, direct: bool = False, create: bool = False) -> int:
         """See `Files.open_write`."""

@@ -92,8 +92,8 @@ def choose_write(
         The forced route, or every route, cannot serve; or `Options.strict` forbids a downgrade.
     """
     cannot = impossible_routes(device, facts, options.block_nbytes, what="the bytes are in")
-    if Route.MAPPED not in cannot:
-        why = "the GPU reads mapped pages of a file, and cannot write to them"
+    if Route.MAPPED not in cannot and facts.volume.file_system not in ALWAYS_RESIDENT:
+        why = "a GPU may write into pages of a file only where they are written to no storage"
         cannot[Route.MAPPED] = Rejection(Route.MAPPED, why, "")
     buffered = Route.HOST if device.is_host else Route.CACHED
     if forced is not None:
@@ -117,10 +117,11 @@ def _first_choice(
 ) -> tuple[Route, str]:
     """The route that is best if it can be had, and the fact that makes it so."""
     kind = facts.volume.file_system
-    if kind in ALWAYS_RESIDENT:
-        return buffered, f"{kind} keeps its files in memory"
     if nbytes < SMALL_NBYTES:
         return buffered, f"fewer than {SMALL_NBYTES >> 20} MiB in all"
+    if kind in ALWAYS_RESIDENT:
+        first = Route.MAPPED if buffered is Route.CACHED else buffered
+        return first, f"{kind} keeps its files in memory"
     if options.reuse == "many":
         available = facts.machine.available_nbytes
         if available is None or nbytes <= available // 2:

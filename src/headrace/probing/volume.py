@@ -11,7 +11,7 @@ from headrace.bindings.sysfs import Mount
 from headrace.errors import SourceChanged
 from headrace.options import PAGE_NBYTES
 from headrace.probing.fact import Fact
-from headrace.storage.source import Source
+from headrace.storage.open_file import OpenFile
 
 _UNKNOWN = Mount("", "unknown", "")
 _SAFE_ALIGNMENT = DirectAlignment(PAGE_NBYTES, PAGE_NBYTES)
@@ -52,25 +52,25 @@ def find_mount(path: str, mounts: tuple[Mount, ...]) -> Mount:
     return found
 
 
-def probe_volume(source: Source, mounts: tuple[Mount, ...]) -> VolumeFacts:
-    """Read the facts of the volume; leaves the source open with O_DIRECT where that works."""
-    mount = find_mount(source.path, mounts)
+def probe_volume(file: OpenFile, mounts: tuple[Mount, ...]) -> VolumeFacts:
+    """Read the facts of the volume; leaves the file open with O_DIRECT where that works."""
+    mount = find_mount(file.path, mounts)
     try:
-        source.open_direct()
+        file.open_direct()
     except SourceChanged:
         raise
     except OSError as error:
         return VolumeFacts(mount.file_system, _refused(mount, error), _SAFE_ALIGNMENT)
-    stated = _stated_alignment(source)
+    stated = _stated_alignment(file)
     alignment = stated or _SAFE_ALIGNMENT
     found = f"memory {alignment.memory}, offset {alignment.offset} bytes on {mount.file_system}"
     why = "statx(STATX_DIOALIGN)" if stated else "open(O_DIRECT); alignment not stated, so a page"
     return VolumeFacts(mount.file_system, Fact("O_DIRECT", True, found, why), alignment)
 
 
-def _stated_alignment(source: Source) -> DirectAlignment | None:
+def _stated_alignment(file: OpenFile) -> DirectAlignment | None:
     try:
-        return source.files.direct_alignment(source.fd)
+        return file.files.direct_alignment(file.fd)
     except OSError:  # a kernel without statx: nothing is stated
         return None
 

@@ -11,12 +11,22 @@ from dataclasses import KW_ONLY, dataclass, field
 from typing import NoReturn
 
 from headrace.bindings.posix import Files, PosixFiles
+from headrace.bindings.posix import Mapping as Mapped
 from headrace.memory.alignment import align_down
 
 _SECTOR_NBYTES = 512
 _WRITING_CALLS = frozenset(
     (
-        *("open_write", "create", "pwritev", "allocate", "resize", "sync", "sync_directory"),
+        *(
+            "open_write",
+            "create",
+            "pwritev",
+            "map_for_writing",
+            "allocate",
+            "resize",
+            "sync",
+            "sync_directory",
+        ),
         *("rename", "remove", "lock", "set_mode", "list_directory"),
     )
 )
@@ -64,6 +74,8 @@ class WritingFaults:
     """Bytes written through the page cache."""
     direct_written_nbytes: int = field(default=0, init=False)
     """Bytes written with O_DIRECT."""
+    mapped_written_nbytes: int = field(default=0, init=False)
+    """Bytes mapped for a GPU to write."""
     allocated_nbytes: int = field(default=0, init=False)
     """Bytes in the ranges that were reserved."""
     synced: list[str] = field(default_factory=list, init=False)
@@ -83,7 +95,8 @@ class WritingFaults:
     @property
     def written_nbytes(self) -> int:
         """Bytes written in total."""
-        return self.buffered_written_nbytes + self.direct_written_nbytes
+        written = self.buffered_written_nbytes + self.direct_written_nbytes
+        return written + self.mapped_written_nbytes
 
     @property
     def open_descriptors(self) -> tuple[int, ...]:
@@ -133,6 +146,20 @@ class WritingFaults:
                 self.direct_written_nbytes += done if direct else 0
                 self.buffered_written_nbytes += 0 if direct else done
         return done
+
+    def map_for_writing(self, fd: int, file_offset: int, nbytes: int) -> Mapped:
+        """See `Files.map_for_writing`; it counts as a write of the range, with a write's faults."""
+        self._find(fd)
+        self._begin("map_for_writing")
+        stop = file_offset + nbytes
+        if self.write_eio_at is not None and file_offset <= self.write_eio_at < stop:
+            refuse(errno.EIO, f"mmap of [{file_offset}, {stop})")
+        if self._take(nbytes, 1) < nbytes:
+            refuse(errno.ENOSPC, f"mmap of [{file_offset}, {stop})")
+        mapping = self.inner.map_for_writing(fd, file_offset, nbytes)
+        with self._lock:
+            self.mapped_written_nbytes += nbytes
+        return mapping
 
     def allocate(self, fd: int, file_offset: int, nbytes: int) -> None:
         """See `Files.allocate`."""

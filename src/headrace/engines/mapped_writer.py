@@ -1,0 +1,127 @@
+"""Mapped writer: the GPU writes into the pages of a file that lives in memory.
+
+A window of the file is mapped and backed with pages, these are registered with the GPU, and the
+copies land where the file keeps its bytes: no copy by the CPU, and no lock on the file, behind
+which writes to one file of tmpfs queue (5.4 against 2.4 GB/s with one writer or with sixteen). The
+CPU never touches the mapping, so that a file which is truncated meanwhile cannot kill the process.
+
+Only for file systems in memory: elsewhere the kernel writes pages out, and must know when one
+changes, which a GPU does not tell.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import itertools
+import time
+from dataclasses import replace
+
+from headrace.bindings.cuda import Cuda
+from headrace.bindings.posix import Mapping
+from headrace.engines.base import Cargo, Job, Jobs, Stats, Tally, run_workers, total
+from headrace.engines.lanes import Lane, Lanes
+from headrace.errors import DeviceError, RouteUnavailable
+from headrace.memory.alignment import align_down, align_up
+from headrace.options import PAGE_NBYTES
+from headrace.storage.sink import Sink
+from headrace.types import Route
+
+WINDOW_NBYTES = 64 << 20
+"""Bytes mapped at a time by each worker."""
+
+WORKERS = 4
+"""Most workers: they take pages from one file, and more of them were slower."""
+
+
+class MappedWriter:
+    """`Engine` from a GPU into files that live in memory.
+
+    Parameters
+    ----------
+    cuda
+        The calls to make.
+    lanes
+        Where the streams come from.
+    """
+
+    route = Route.MAPPED
+
+    def __init__(self, cuda: Cuda, lanes: Lanes) -> None:
+        self._cuda = cuda
+        self._lanes = lanes
+
+    def run(self, cargo: Cargo) -> Stats:
+        """See `Engine.run`.
+
+        Raises
+        ------
+        RouteUnavailable
+            The kernel cannot back a mapping with pages, or CUDA cannot register them.
+        """
+        device = cargo.buffers[cargo.transfers[0].pieces[0].buffer].device.index
+        _extend(cargo)
+
+        def work(jobs: Jobs, tally: Tally) -> None:
+            windows: list[Mapping] = []
+            with contextlib.ExitStack() as stack:
+                stack.callback(self._release, windows)  # after the lane is drained
+                lane = stack.enter_context(self._lanes.borrow(device, cargo.fence))
+                for stream in itertools.cycle(lane.streams):
+                    job = jobs.take()
+                    if job is None:
+                        break
+                    base = self._map(cargo.sinks[job.transfer.source], job, windows, tally)
+                    self._cuda.copy_to_host(job.copies_out(cargo.buffers, base), stream)
+                    tally.moved_nbytes += job.stop - job.start
+                self._sleep(lane)
+
+        workers = min(WORKERS, cargo.workers)
+        tallies = run_workers(work, replace(cargo, workers=workers, block_nbytes=WINDOW_NBYTES))
+        return total(self.route, tallies, "the GPU wrote into the pages of the file itself")
+
+    def _map(self, sink: Sink, job: Job, windows: list[Mapping], tally: Tally) -> int:
+        """Map and register a job's window; where file offset 0 would lie in memory."""
+        start, stop = align_down(job.start, PAGE_NBYTES), job.stop
+        began = time.perf_counter()
+        mapping = _map_window(sink, start, stop - start)
+        try:
+            self._cuda.register_host(mapping.pointer, align_up(stop - start, PAGE_NBYTES))
+        except BaseException as error:
+            mapping.close()
+            if isinstance(error, DeviceError):
+                raise RouteUnavailable(f"route 'mapped' cannot serve: {error}") from error
+            raise
+        windows.append(mapping)
+        tally.file_seconds += time.perf_counter() - began
+        return mapping.pointer - start
+
+    def _release(self, windows: list[Mapping]) -> None:
+        while windows:
+            mapping = windows.pop()
+            self._cuda.unregister_host(mapping.pointer)
+            mapping.close()
+
+    def _sleep(self, lane: Lane) -> None:
+        """Wait for the copies without a busy CPU."""
+        for stream in lane.streams:
+            self._cuda.record_event(lane.event, stream)
+            self._cuda.synchronize_event(lane.event)
+
+
+def _map_window(sink: Sink, start: int, nbytes: int) -> Mapping:
+    try:
+        return sink.files.map_for_writing(sink.fd, start, nbytes)
+    except OSError as error:
+        if error.errno in (errno.EINVAL, errno.ENOSYS, errno.ENODEV):
+            raise RouteUnavailable(f"route 'mapped' cannot serve: mmap: {error}") from error
+        error.filename = sink.path
+        raise
+
+
+def _extend(cargo: Cargo) -> None:
+    """Make files as long as they will be: pages can only be mapped inside of them."""
+    for transfer in cargo.transfers:
+        sink: Sink = cargo.sinks[transfer.source]
+        if sink.files.status(sink.fd).nbytes < transfer.file_range.stop:
+            sink.resize(transfer.file_range.stop)
