@@ -130,7 +130,7 @@ class HeadraceParticipant(Participant):
         self._route = route
         self._options = options
         self._context: Any = None
-        self._reports: tuple[Mapping[str, Any], ...] = ()
+        self._made: tuple[Any, ...] = ()
 
     def session(self, path: Path) -> AbstractContextManager[Any]:
         """See `Participant.session`; makes the context once."""
@@ -140,20 +140,20 @@ class HeadraceParticipant(Participant):
             self._context = headrace.Context(options=headrace.Options(**self._options))
         return super().session(path)
 
-    def call(self, *subject: Any) -> Any:
-        """Do the work, and keep the reports of it."""
+    def call(self, *subject: Any, **more: Any) -> Any:
+        """Do the work, and keep the reports of it; `more` goes to the call as well."""
         import headrace
 
         choices: dict[str, Any] = {"route": self._route, "context": self._context}
-        given = {name: value for name, value in choices.items() if value is not None}
+        given = {name: value for name, value in choices.items() if value is not None} | more
         with headrace.trace() as trace:
             result = self._call(importlib.import_module(self._namespace), *subject, **given)
-        self._reports = tuple(report.to_dict() for report in trace.reports)
+        self._made = tuple(trace.reports)
         return result
 
     def take_reports(self) -> tuple[Mapping[str, Any], ...]:
         """See `Participant.take_reports`."""
-        return self._reports
+        return tuple(report.to_dict() for report in self._made)
 
     def close(self) -> None:
         """See `Participant.close`."""
