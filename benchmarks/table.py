@@ -18,6 +18,7 @@ from benchmarks.markdown import (
     render_table,
     render_targets,
 )
+from benchmarks.save.table import render_save
 
 _KINDS = {
     "raw": "Raw file",
@@ -44,7 +45,7 @@ def render_document(document: Document, *, every_setting: bool = False) -> str:
     Parameters
     ----------
     document
-        What ``benchmarks.load`` wrote.
+        What ``benchmarks.load`` or ``benchmarks.save`` wrote.
     every_setting
         Show all settings of a library that was tuned; else the best at each place.
 
@@ -53,6 +54,8 @@ def render_document(document: Document, *, every_setting: bool = False) -> str:
     str
         Markdown.
     """
+    if document.get("benchmark") == "save":
+        return render_save(document)
     parts = [render_heading(document)]
     for kind, title in _KINDS.items():
         rows = [row for row in document["rows"] if row["kind"] == kind]
