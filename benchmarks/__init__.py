@@ -1,1 +1,1 @@
-"""Benchmarks of headrace beside its peers: ``python -m benchmarks.load``."""
+"""Benchmarks of headrace beside its peers: ``benchmarks.load`` and ``benchmarks.save``."""

@@ -22,12 +22,13 @@ ANSWER = "answer: "
 
 
 def main(arguments: list[str]) -> None:
-    """Do what the first word says: ``import``, ``first-call`` or ``gds``."""
+    """Do what the first word says: ``import``, ``first-call``, ``gds`` or ``save-memory``."""
     action, *given = arguments
     actions: dict[str, Callable[..., Any]] = {
         "import": time_import,
         "first-call": time_first_calls,
         "gds": read_through_cufile,
+        "save-memory": save_and_watch,
     }
     found = actions[action](*given)
     sys.stdout.write(f"{ANSWER}{json.dumps(found)}\n")
@@ -58,6 +59,13 @@ def read_through_cufile(order: str) -> list[dict[str, Any]]:
     from benchmarks.gds import GdsOrder, hold_gds_contest
 
     return [row.to_dict() for row in hold_gds_contest(GdsOrder(**json.loads(order)))]
+
+
+def save_and_watch(order: str) -> dict[str, Any]:
+    """Host memory of the save that a `SaveOrder` in JSON asks for."""
+    from benchmarks.save.host_memory import SaveOrder, save_once
+
+    return save_once(SaveOrder(**json.loads(order)))
 
 
 def _time_load(contestant: Contestant, memory: Memory, source: Path) -> float:

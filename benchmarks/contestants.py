@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.memory import Arrays, Memory
+from benchmarks.needs import Need
 from benchmarks.result import RESIDENT, Role
 
 KEPT_NBYTES = 16 << 30
@@ -17,8 +18,8 @@ KEPT_NBYTES = 16 << 30
 _RAW_NAME = "headrace read_into"
 
 
-class Contestant:
-    """One way to load a file, or a directory of shards, to the memory of a run.
+class Participant:
+    """One way to do what a contest is about.
 
     Parameters
     ----------
@@ -32,6 +33,8 @@ class Contestant:
         Shared by the settings of one library of which the best is reported.
     places
         Keys of the places where it takes part; None for all.
+    needs
+        What the modules must have.
     """
 
     package: str = ""
@@ -44,12 +47,14 @@ class Contestant:
         role: Role = Role.PEER,
         family: str | None = None,
         places: tuple[str, ...] | None = None,
+        needs: tuple[Need, ...] = (),
     ) -> None:
         self.name = name
         self.modules = modules
         self.role = role
         self.family = family
         self.places = places
+        self.needs = needs
 
     def is_available(self) -> bool:
         """Whether it can take part."""
@@ -62,43 +67,47 @@ class Contestant:
                 importlib.import_module(module)
             except Exception as error:  # noqa: BLE001  a foreign module may raise anything: it is shown
                 return f"cannot import {module}: {type(error).__name__}: {error}"
-        return None
+        return next((why for need in self.needs if (why := need.why_missing())), None)
 
-    def session(self, source: Path) -> AbstractContextManager[Any]:
+    def session(self, path: Path) -> AbstractContextManager[Any]:
         """Set up, untimed, what a reading needs and undo it after; by default nothing."""
-        del source
+        del path
         return nullcontext()
 
-    def load(self, source: Path) -> Arrays:
-        """Load; the call that is timed."""
-        raise NotImplementedError
-
     def take_reports(self) -> tuple[Mapping[str, Any], ...]:
-        """Hand over headrace's reports of the last load; peers have none."""
+        """Hand over headrace's reports of the last reading; peers have none."""
         return ()
 
     def close(self) -> None:
         """Release what lives from one reading to the next."""
 
 
-class Headrace(Contestant):
+class Contestant(Participant):
+    """One way to load a file, or a directory of shards, to the memory of a run."""
+
+    def load(self, source: Path) -> Arrays:
+        """Load; the call that is timed."""
+        raise NotImplementedError
+
+
+class HeadraceParticipant(Participant):
     """headrace, by default without any tuning.
 
     Parameters
     ----------
     name, role
-        See `Contestant`.
+        See `Participant`.
     memory
-        Destination.
+        Whose framework and device are used.
     call
-        Loads a path: receives headrace's framework namespace, the path, and the keyword
+        Does the work: receives headrace's framework namespace, what it is about, and the keyword
         arguments ``route`` and ``context`` where they are not the defaults.
     route
         Forced route; None leaves the choice to headrace.
     options
         Fields of `headrace.Options` of a context of its own; None takes the default context.
-    places
-        See `Contestant`.
+    places, needs
+        See `Participant`.
     """
 
     package = "headrace"
@@ -107,49 +116,59 @@ class Headrace(Contestant):
         self,
         name: str,
         memory: Memory,
-        call: Callable[..., Arrays],
+        call: Callable[..., Any],
         role: Role = Role.OURS_EXTRA,
         *,
         route: str | None = None,
         options: Mapping[str, Any] | None = None,
         places: tuple[str, ...] | None = None,
+        needs: tuple[Need, ...] = (),
     ) -> None:
         self._namespace = f"headrace.{memory.framework}"
-        super().__init__(name, ("headrace", self._namespace), role, places=places)
+        super().__init__(name, ("headrace", self._namespace), role, places=places, needs=needs)
         self._call = call
         self._route = route
         self._options = options
         self._context: Any = None
-        self._reports: tuple[Mapping[str, Any], ...] = ()
+        self._made: tuple[Any, ...] = ()
 
-    def session(self, source: Path) -> AbstractContextManager[Any]:
-        """See `Contestant.session`; makes the context once."""
+    def session(self, path: Path) -> AbstractContextManager[Any]:
+        """See `Participant.session`; makes the context once."""
         import headrace
 
         if self._options is not None and self._context is None:
             self._context = headrace.Context(options=headrace.Options(**self._options))
-        return super().session(source)
+        return super().session(path)
 
-    def load(self, source: Path) -> Arrays:
-        """See `Contestant.load`."""
+    def call(self, *subject: Any, **more: Any) -> Any:
+        """Do the work, and keep the reports of it; `more` goes to the call as well."""
         import headrace
 
         choices: dict[str, Any] = {"route": self._route, "context": self._context}
-        given = {name: value for name, value in choices.items() if value is not None}
+        given = {name: value for name, value in choices.items() if value is not None} | more
         with headrace.trace() as trace:
-            arrays = self._call(importlib.import_module(self._namespace), source, **given)
-        self._reports = tuple(report.to_dict() for report in trace.reports)
-        return arrays
+            result = self._call(importlib.import_module(self._namespace), *subject, **given)
+        self._made = tuple(trace.reports)
+        return result
 
     def take_reports(self) -> tuple[Mapping[str, Any], ...]:
-        """See `Contestant.take_reports`."""
-        return self._reports
+        """See `Participant.take_reports`."""
+        return tuple(report.to_dict() for report in self._made)
 
     def close(self) -> None:
-        """See `Contestant.close`."""
+        """See `Participant.close`."""
         if self._context is not None:
             self._context.close()
             self._context = None
+
+
+class Headrace(HeadraceParticipant, Contestant):
+    """headrace loads: its call receives the source, and gives arrays."""
+
+    def load(self, source: Path) -> Arrays:
+        """See `Contestant.load`."""
+        arrays: Arrays = self.call(source)
+        return arrays
 
 
 def headrace_raw(memory: Memory, target: Any) -> list[Contestant]:

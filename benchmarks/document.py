@@ -18,6 +18,7 @@ from benchmarks.targets import Findings, gpu_targets, host_targets
 
 if TYPE_CHECKING:
     from benchmarks.run import Run
+    from benchmarks.state import RunState
 
 METHOD = (
     "All contestants of a place run in one process, once a round; the order rotates, and every "
@@ -52,16 +53,9 @@ METHOD = (
 def build_document(run: Run) -> dict[str, Any]:
     """Everything that a run, finished or not, has found so far, ready for JSON."""
     document = {
-        "schema": SCHEMA,
-        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "finished": run.finished,
-        "took_s": {**run.took_s, "total": time.perf_counter() - run.start},
-        "machine": run.machine or describe_machine([]),
-        "versions": {**collect_versions(), "cuda": cuda_version()},
+        **describe_run(run),
         "parameters": _parameters(run),
         "method": list(METHOD),
-        "places": [{"key": p.key, "title": p.title, "cold": p.cold} for p in run.places.values()],
-        "absent_places": [{"key": p.key, "why": p.why} for p in run.absent_places],
         "rows": [row.to_dict() for row in run.rows],
         "first_calls": [found.to_dict() for found in run.first_calls],
         "imports": [found.to_dict() for found in run.imports],
@@ -69,6 +63,25 @@ def build_document(run: Run) -> dict[str, Any]:
         "doctor": run.doctor,
         "targets": [target.to_dict() for target in _targets(run)],
     }
+    return scrub_document(document, run)
+
+
+def describe_run(run: RunState) -> dict[str, Any]:
+    """Give what the JSON of every kind of run begins with: when, where, with what, and how far."""
+    return {
+        "schema": SCHEMA,
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "finished": run.finished,
+        "took_s": {**run.took_s, "total": time.perf_counter() - run.start},
+        "machine": run.machine or describe_machine([]),
+        "versions": {**collect_versions(), "cuda": cuda_version()},
+        "places": [{"key": p.key, "title": p.title, "cold": p.cold} for p in run.places.values()],
+        "absent_places": [{"key": p.key, "why": p.why} for p in run.absent_places],
+    }
+
+
+def scrub_document(document: Mapping[str, Any], run: RunState) -> dict[str, Any]:
+    """Give a document of a run without the names of this machine's directories."""
     scrubbed: dict[str, Any] = json.loads(scrub(json.dumps(document), _private_names(run)))
     return scrubbed
 
@@ -88,7 +101,7 @@ def scrub(text: str, names: Mapping[str, str]) -> str:
     return text
 
 
-def _private_names(run: Run) -> dict[str, str]:
+def _private_names(run: RunState) -> dict[str, str]:
     names = {str(Path(entry).resolve()): "<site>" for entry in sys.path if entry}
     names |= {entry: "<site>" for entry in sys.path if entry.startswith("/")}
     names |= {str(Path(__file__).parent.parent): "<repository>", sys.prefix: "<python>"}

@@ -17,7 +17,9 @@ import numpy as np
 RAW_NAME = "raw.bin"
 MODEL_NAME = "model"
 
-_CHUNK_NBYTES = 16 << 20
+CHUNK_NBYTES = 16 << 20
+"""Bytes that a thread takes at once."""
+
 _VALUE_NBYTES = 2  # bf16
 _MIN_LAYERS = 4
 _SEED = 20261129
@@ -90,10 +92,10 @@ def write_raw(path: Path, nbytes: int) -> None:
         file.truncate(nbytes)
 
         def write(start: int) -> None:
-            count = min(_CHUNK_NBYTES, nbytes - start)
+            count = min(CHUNK_NBYTES, nbytes - start)
             _write_all(file.fileno(), memoryview(_random_bytes(count, start)), start)
 
-        _for_each_chunk(nbytes, write)
+        for_each_chunk(nbytes, write)
 
 
 def write_model(directory: Path, nbytes: int) -> int:
@@ -172,13 +174,13 @@ def _copy_file(source: Path, destination: Path, direct: bool) -> None:
 
         def copy(start: int) -> None:
             if not hasattr(local, "buffer"):
-                local.buffer = mmap.mmap(-1, _CHUNK_NBYTES)
-            view = memoryview(local.buffer)[: min(_CHUNK_NBYTES, aligned - start)]
-            _read_all(reader.fileno(), view, start)
+                local.buffer = mmap.mmap(-1, CHUNK_NBYTES)
+            view = memoryview(local.buffer)[: min(CHUNK_NBYTES, aligned - start)]
+            read_all(reader.fileno(), view, start)
             _write_all(target, view, start)
 
         try:
-            _for_each_chunk(aligned, copy)
+            for_each_chunk(aligned, copy)
             tail = os.pread(reader.fileno(), nbytes - aligned, aligned)
             os.pwrite(writer.fileno(), tail, aligned)
         finally:
@@ -197,13 +199,21 @@ def _random_bytes(count: int, stream: int) -> Any:
     return words.view(np.uint8)[:count]
 
 
-def _for_each_chunk(nbytes: int, do: Callable[[int], None]) -> None:
+def for_each_chunk(nbytes: int, do: Callable[[int], None]) -> None:
+    """Call a function with the start of each chunk of so many bytes, from several threads."""
     with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
-        for _ in pool.map(do, range(0, nbytes, _CHUNK_NBYTES)):
+        for _ in pool.map(do, range(0, nbytes, CHUNK_NBYTES)):
             pass  # raises here what a thread raised
 
 
-def _read_all(fd: int, view: memoryview, offset: int) -> None:
+def read_all(fd: int, view: memoryview, offset: int) -> None:
+    """Fill a view from a file.
+
+    Raises
+    ------
+    EOFError
+        The file ends first.
+    """
     done = 0
     while done < len(view):
         count = os.preadv(fd, [view[done:]], offset + done)

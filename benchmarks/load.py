@@ -6,11 +6,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich.console import Console
-from rich.markdown import Markdown
-
+from benchmarks.console import make_say, show_tables
 from benchmarks.document import build_document, write_json
-from benchmarks.memory import Memory, NumpyMemory, TorchMemory
+from benchmarks.memory import memory_of
 from benchmarks.result import Role
 from benchmarks.run import Contestants, Run, all_contestants, run_all
 from benchmarks.settings import Settings, parse_settings
@@ -40,27 +38,19 @@ def main(
     finally:
         document = build_document(run)
         _save(run)
-        _show(render_document(document))
+        show_tables(render_document(document))
     return document
 
 
 def _start(settings: Settings, contestants: Contestants) -> Run:
-    memory: Memory = NumpyMemory() if settings.device == "cpu" else TorchMemory("cuda:0")
-    progress = Console(stderr=True, highlight=False, soft_wrap=True)
-
-    def say(text: str) -> None:
-        progress.print(text, markup=False)
-
-    return Run(settings, memory, contestants, say=say, save=_save)
-
-
-def _show(tables: str) -> None:
-    """Draw the tables on a terminal; in a pipe they stay Markdown."""
-    console = Console()
-    if console.is_terminal:
-        console.print(Markdown(tables))
-    else:
-        sys.stdout.write(tables + "\n")
+    run = Run(
+        settings=settings,
+        memory=memory_of(settings.device),
+        contestants=contestants,
+        say=make_say(),
+        save=lambda: _save(run),
+    )
+    return run
 
 
 def _save(run: Run) -> None:

@@ -152,6 +152,11 @@ class TorchMemory:
         return int(self._torch.cuda.max_memory_allocated()) - self._level
 
 
+def memory_of(device: str) -> Memory:
+    """Give the memory of a run on ``"cuda"``, torch's, or on ``"cpu"``, NumPy's."""
+    return NumpyMemory() if device == "cpu" else TorchMemory("cuda:0")
+
+
 def shards_of(directory: Path) -> list[Path]:
     """Safetensors files of a directory, in order of their names."""
     return sorted(directory.glob("*.safetensors"))

@@ -93,11 +93,11 @@ class Fastsafetensors(Contestant):
         self._device = device
         self._buffered = buffered
 
-    def session(self, source: Path) -> Any:
-        """See `Contestant.session`."""
+    def session(self, path: Path) -> Any:
+        """See `Participant.session`."""
         from benchmarks.environment import variable
 
-        del source
+        del path
         return variable("FASTSAFETENSORS_ODIRECT", "0" if self._buffered else None)
 
     def load(self, source: Path) -> Arrays:

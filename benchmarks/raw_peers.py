@@ -117,8 +117,8 @@ class Kvikio(Contestant):
         self._compat = compat
 
     @contextmanager
-    def session(self, source: Path) -> Iterator[None]:
-        """See `Contestant.session`; a short read starts the new threads and their buffers."""
+    def session(self, path: Path) -> Iterator[None]:
+        """See `Participant.session`; a short read starts the new threads and their buffers."""
         import kvikio
         import kvikio.defaults
 
@@ -131,7 +131,7 @@ class Kvikio(Contestant):
                 "task_size": task_mib * _MIB,
             }
         with kvikio.defaults.set(settings):
-            with kvikio.CuFile(source, "r") as file:
+            with kvikio.CuFile(path, "r") as file:
                 file.read(self._target, min(_WARM_NBYTES, len(self._target)))
             yield
 

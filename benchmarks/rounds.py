@@ -9,9 +9,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, Generic, TypeVar
 
-from benchmarks.contestants import Contestant
+from benchmarks.contestants import Contestant, Participant
 from benchmarks.memory import Arrays, Memory
 from benchmarks.places import Place, Residency
 from benchmarks.result import Reading, Role, Row
@@ -33,6 +34,11 @@ HANG_S = 120.0
 
 _EXTRA_SHARE = 0.5  # of the budget, for rows that only illustrate
 
+P = TypeVar("P", bound=Participant)
+
+Trial = Callable[[P, int], tuple[Reading, str | None]]
+"""One timed call of a participant in the round of that number, and where its bytes were wrong."""
+
 
 @dataclass(frozen=True, slots=True)
 class Clock:
@@ -49,6 +55,18 @@ class Clock:
     def is_over(self) -> bool:
         """Whether no new round should start."""
         return time.perf_counter() >= self.stop
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """When a participant leaves."""
+
+    repeats: int
+    """Measured rounds."""
+    budget_s: float
+    """Seconds of readings after which a participant leaves."""
+    slow_s: float
+    """A participant whose last reading took longer has `SLOW_ROUNDS`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,27 +94,35 @@ class Contest:
 
 
 @dataclass(slots=True)
-class _Entry:
-    """A contestant's score so far."""
+class Entry(Generic[P]):
+    """A participant's score so far."""
 
-    contestant: Contestant
+    contestant: P
+    """Who."""
     readings: list[Reading] = field(default_factory=list)
+    """What was timed, the warm-up included."""
     absent: str | None = None
+    """As `Row.absent`."""
     error: str | None = None
+    """As `Row.error`."""
     note: str | None = None
+    """As `Row.note`."""
     reports: tuple[Mapping[str, Any], ...] = ()
+    """As `Row.reports`."""
 
     @property
     def is_running(self) -> bool:
+        """Whether it takes part in the next round."""
         return self.absent is None and self.error is None and self.note is None
 
     @property
-    def is_slow(self) -> bool:
-        return self.contestant.role is not Role.OURS and self.readings[-1].seconds > SLOW_S
-
-    @property
     def spent_s(self) -> float:
+        """Seconds of all readings."""
         return sum(reading.seconds for reading in self.readings)
+
+    def is_slow(self, slow_s: float) -> bool:
+        """Whether the last reading took longer, and it is not headrace's default call."""
+        return self.contestant.role is not Role.OURS and self.readings[-1].seconds > slow_s
 
 
 def run_contest(
@@ -105,19 +131,35 @@ def run_contest(
     clock: Clock,
     tell: Callable[[str], object],
 ) -> list[Row]:
-    """Run all rounds until the clock is over, and close the contestants.
+    """Run all rounds of loads; see `run_rounds`."""
+    limits = Limits(contest.repeats, contest.budget_s, SLOW_S)
+    entries = run_rounds(limits, contestants, partial(_try_load, contest), clock, tell)
+    kind, place = contest.kind, contest.place.key
+    return [_make_row(entry, kind, place, contest.nbytes) for entry in entries]
+
+
+def run_rounds(
+    limits: Limits,
+    contestants: Sequence[P],
+    trial: Trial[P],
+    clock: Clock,
+    tell: Callable[[str], object],
+) -> list[Entry[P]]:
+    """Run all rounds until the clock is over, and close the participants.
 
     Returns
     -------
-    list of Row
-        One for each contestant, in their order, absent and failed ones too. `tell` has received
+    list of Entry
+        One for each participant, in their order, absent and failed ones too. `tell` has received
         a line for each that left early.
     """
-    entries = [_Entry(c, absent=c.why_absent()) for c in contestants]
+    entries = [Entry(c, absent=c.why_absent()) for c in contestants]
     try:
-        for number in range(contest.repeats + 1):
+        for number in range(limits.repeats + 1):
             for entry in _order_of_round(entries, number):
-                _run_entry(entry, contest, clock, number)
+                _retire_by_time(entry, limits, clock, number)
+                if entry.is_running:
+                    _take_reading(entry, trial, number)
                 if not entry.is_running:
                     tell(f"{entry.contestant.name}: {entry.error or entry.note}")
             if number == 1:
@@ -125,22 +167,15 @@ def run_contest(
     finally:
         for contestant in contestants:
             contestant.close()
-    kind, place = contest.kind, contest.place.key
-    return [_make_row(entry, kind, place, contest.nbytes) for entry in entries]
+    return entries
 
 
 def absent_row(contestant: Contestant, kind: str, place: str, why: str) -> Row:
     """Give the row of a contestant whose contest cannot be held."""
-    return _make_row(_Entry(contestant, absent=why), kind, place, 0)
+    return _make_row(Entry(contestant, absent=why), kind, place, 0)
 
 
-def _run_entry(entry: _Entry, contest: Contest, clock: Clock, number: int) -> None:
-    _retire_by_time(entry, contest, clock, number)
-    if entry.is_running:
-        _take_reading(entry, contest, number)
-
-
-def _order_of_round(entries: Sequence[_Entry], number: int) -> list[_Entry]:
+def _order_of_round(entries: Sequence[Entry[P]], number: int) -> list[Entry[P]]:
     """Rotate, and turn every other round around, so that neighbours change as well."""
     running = [entry for entry in entries if entry.is_running]
     shift = number % max(len(running), 1)
@@ -148,21 +183,21 @@ def _order_of_round(entries: Sequence[_Entry], number: int) -> list[_Entry]:
     return rotated[::-1] if number % 2 else rotated
 
 
-def _retire_by_time(entry: _Entry, contest: Contest, clock: Clock, number: int) -> None:
-    done = f"stopped after {max(number - 1, 0)} of {contest.repeats} rounds"
+def _retire_by_time(entry: Entry[P], limits: Limits, clock: Clock, number: int) -> None:
+    done = f"stopped after {max(number - 1, 0)} of {limits.repeats} rounds"
     extra = entry.contestant.role is Role.OURS_EXTRA
-    budget_s = contest.budget_s * (_EXTRA_SHARE if extra else 1.0)
+    budget_s = limits.budget_s * (_EXTRA_SHARE if extra else 1.0)
     if clock.is_over():
         entry.note = f"{done}: the time for the whole run was over"
     elif number == 1 and entry.spent_s > ONCE_S:
         entry.note = f"run once only: it took {entry.spent_s:.1f} s"
     elif number > 1 and entry.spent_s > budget_s:
         entry.note = f"{done}: its readings took {entry.spent_s:.1f} s"
-    elif number > SLOW_ROUNDS and entry.is_slow:
+    elif number > SLOW_ROUNDS and entry.is_slow(limits.slow_s):
         entry.note = f"{done}: the last took {entry.readings[-1].seconds:.1f} s"
 
 
-def _keep_finalists(entries: Sequence[_Entry]) -> None:
+def _keep_finalists(entries: Sequence[Entry[P]]) -> None:
     """Let only the fastest settings of each family go on."""
     families = {e.contestant.family for e in entries if e.contestant.family and e.is_running}
     for family in families:
@@ -172,17 +207,14 @@ def _keep_finalists(entries: Sequence[_Entry]) -> None:
             entry.note = f"not among the {FAMILY_FINALISTS} fastest settings after one round"
 
 
-def _take_reading(entry: _Entry, contest: Contest, number: int) -> None:
-    """Time one load and compare its result; what a loader raises becomes its row's error."""
-    contestant = entry.contestant
+def _take_reading(entry: Entry[P], trial: Trial[P], number: int) -> None:
+    """Take one reading; what a participant raises becomes its row's error."""
     try:
         with hang_guard():
-            reading, arrays = _time_load(contestant, contest, number)
+            reading, entry.error = trial(entry.contestant, number)
         entry.readings.append(reading)
-        entry.reports = contestant.take_reports()
-        entry.error = contest.memory.find_difference(arrays, contest.reference)
-        _discard(arrays, contest)
-    except Exception as error:  # noqa: BLE001  a foreign loader may raise anything: it is shown
+        entry.reports = entry.contestant.take_reports()
+    except Exception as error:  # noqa: BLE001  foreign code may raise anything: it is shown
         entry.error = f"{type(error).__name__}: {error}"
 
 
@@ -194,6 +226,14 @@ def hang_guard() -> Iterator[None]:
         yield
     finally:
         faulthandler.cancel_dump_traceback_later()
+
+
+def _try_load(contest: Contest, contestant: Contestant, number: int) -> tuple[Reading, str | None]:
+    """Time one load and compare its result."""
+    reading, arrays = _time_load(contestant, contest, number)
+    fault = contest.memory.find_difference(arrays, contest.reference)
+    _discard(arrays, contest)
+    return reading, fault
 
 
 def _time_load(contestant: Contestant, contest: Contest, number: int) -> tuple[Reading, Arrays]:
@@ -225,21 +265,28 @@ def cpu_seconds() -> float:
     return usage.ru_utime + usage.ru_stime
 
 
-def _make_row(entry: _Entry, kind: str, place: str, nbytes: int) -> Row:
-    contestant = entry.contestant
+def _make_row(entry: Entry[Contestant], kind: str, place: str, nbytes: int) -> Row:
     return Row(
-        kind=kind,
-        place=place,
-        name=contestant.name,
-        package=contestant.package,
-        role=contestant.role,
-        family=contestant.family,
-        nbytes=nbytes,
+        **row_values(entry, kind, place, nbytes),
         first=next((reading for reading in entry.readings if reading.round == 0), None),
-        readings=tuple(reading for reading in entry.readings if reading.round > 0),
-        compared=bool(entry.readings) and entry.error is None,
-        absent=entry.absent,
-        error=entry.error,
-        note=entry.note,
-        reports=entry.reports,
     )
+
+
+def row_values(entry: Entry[P], kind: str, place: str, nbytes: int) -> dict[str, Any]:
+    """Give the fields of a row that any kind of contest fills the same: all but ``first``."""
+    contestant = entry.contestant
+    return {
+        "kind": kind,
+        "place": place,
+        "name": contestant.name,
+        "package": contestant.package,
+        "role": contestant.role,
+        "family": contestant.family,
+        "nbytes": nbytes,
+        "readings": tuple(reading for reading in entry.readings if reading.round > 0),
+        "compared": bool(entry.readings) and entry.error is None,
+        "absent": entry.absent,
+        "error": entry.error,
+        "note": entry.note,
+        "reports": entry.reports,
+    }

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import tempfile
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.util import find_spec
@@ -24,11 +22,9 @@ from benchmarks.peers import SafetensorsPrefetch, model_peers
 from benchmarks.places import (
     AbsentPlace,
     Place,
-    PlaceError,
     Residency,
     disk_place,
     filesystem_of,
-    remove_tree,
     same_files_cold,
     sync_tree,
     tmpfs_place,
@@ -40,38 +36,23 @@ from benchmarks.raw_peers import raw_peers
 from benchmarks.result import COLD, RESIDENT, TMPFS, BesideRow, FirstCall, ImportTime, Row
 from benchmarks.rounds import Clock, Contest, absent_row, run_contest
 from benchmarks.settings import Settings
+from benchmarks.state import Part, RunState, clock_of, make_work, run_parts, try_place
 from headrace.bindings.posix import PosixFiles
 
 Contestants = Callable[[str, Memory, Any], Sequence[Contestant]]
 """Gives the contestants of a kind: ``(kind, memory, target)``."""
 
 
-@dataclass(slots=True)
-class Run:
-    """A run in progress: what it was asked, and what it found so far."""
+@dataclass(slots=True, kw_only=True)
+class Run(RunState):
+    """A run of loads in progress: what it was asked, and what it found so far."""
 
     settings: Settings
     """What was asked."""
-    memory: Memory
-    """Destination."""
     contestants: Contestants
     """Who takes part."""
-    say: Callable[[str], None]
-    """Receives progress, a line at a time."""
-    save: Callable[[Run], None]
-    """Called after each part, so that a crash loses no figures."""
-    start: float = field(default_factory=time.perf_counter)
-    """Start on the clock of `time.perf_counter`."""
-    work: Path = field(default_factory=Path)
-    """Directory of the run's files."""
-    machine: dict[str, Any] = field(default_factory=dict)
-    """What the run runs on; known once the places are."""
     model_nbytes: int = 0
     """Bytes of the model's tensors."""
-    places: dict[str, Place] = field(default_factory=dict)
-    """Places that could be made, by key."""
-    absent_places: list[AbsentPlace] = field(default_factory=list)
-    """Places that could not."""
     references: dict[str, Arrays] = field(default_factory=dict)
     """What results must equal, by kind."""
     rows: list[Row] = field(default_factory=list)
@@ -84,15 +65,11 @@ class Run:
     """Loads beside busy neighbours so far."""
     doctor: dict[str, Any] | None = None
     """What the doctor said; None before."""
-    took_s: dict[str, float] = field(default_factory=dict)
-    """Seconds of each part."""
-    finished: bool = False
-    """Whether every part was run."""
 
     @property
     def clock(self) -> Clock:
         """Time left."""
-        return Clock(self.start + self.settings.deadline_s)
+        return clock_of(self, self.settings.deadline_s)
 
     def wants(self, section: str) -> bool:
         """Whether a section was asked for."""
@@ -114,18 +91,11 @@ def all_contestants(kind: str, memory: Memory, target: Any) -> Sequence[Contesta
 def run_all(run: Run) -> None:
     """Make the inputs, run every part that was asked for, and clean up."""
     with ExitStack() as stack:
-        for title, do in _parts(run, stack):
-            start = time.perf_counter()
-            run.say(f"[{start - run.start:5.0f} s] {title}")
-            do()
-            run.took_s[title] = time.perf_counter() - start
-            run.save(run)
-        run.finished = True
-        run.save(run)
+        run_parts(run, _parts(run, stack))
         run.references.clear()
 
 
-def _parts(run: Run, stack: ExitStack) -> list[tuple[str, Callable[[], None]]]:
+def _parts(run: Run, stack: ExitStack) -> list[Part]:
     """Every part, what the targets speak of first, should the time run out."""
 
     def contest(kind: str, place: str) -> tuple[str, str, Callable[[], None]]:
@@ -152,11 +122,7 @@ def _parts(run: Run, stack: ExitStack) -> list[tuple[str, Callable[[], None]]]:
 def _set_up(run: Run, stack: ExitStack) -> None:
     """Write the inputs once, copy them within the machine, and load the references."""
     settings = run.settings
-    parent = settings.directory or tempfile.gettempdir()
-    run.work = Path(tempfile.mkdtemp(prefix="headrace-bench-", dir=parent)).resolve()
-    stack.callback(remove_tree, run.work)
-    disk = run.work / "disk"
-    disk.mkdir()
+    disk = make_work(run, settings.directory, stack)
     if run.needs("raw"):
         write_raw(disk / RAW_NAME, settings.raw_nbytes)
     if run.needs("model"):
@@ -178,24 +144,14 @@ def _make_places(run: Run, stack: ExitStack, disk: Path) -> None:
     run.places[RESIDENT] = resident
     nbytes = tree_nbytes(disk)
     if run.memory.framework != "numpy":
-        _try_place(run, TMPFS, stack, lambda: tmpfs_place(resident, run.work, nbytes))
+        try_place(run, TMPFS, stack, lambda: tmpfs_place(resident, run.work, nbytes))
     zram = run.settings.zram
     if zram is not None:
-        _try_place(run, COLD, stack, lambda: zram_place(resident, run.work, nbytes, zram))
+        try_place(run, COLD, stack, lambda: zram_place(resident, run.work, nbytes, zram))
     elif run.memory.framework == "numpy":
-        _try_place(run, COLD, stack, lambda: same_files_cold(resident))
+        try_place(run, COLD, stack, lambda: same_files_cold(resident))
     else:
         run.absent_places.append(AbsentPlace(COLD, "no zram device was named"))
-
-
-def _try_place(
-    run: Run, key: str, stack: ExitStack, make: Callable[[], AbstractContextManager[Place]]
-) -> None:
-    try:
-        run.places[key] = stack.enter_context(make())
-    except (PlaceError, OSError) as error:
-        run.absent_places.append(AbsentPlace(key, str(error)))
-        run.say(f"{key}: {error}")
 
 
 def _contest(run: Run, kind: str, key: str) -> None:

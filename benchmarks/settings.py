@@ -75,17 +75,16 @@ def parse_settings(arguments: Sequence[str] | None = None) -> Settings:
         Words after the program's name; None takes the process's own.
     """
     parsed = _parser().parse_args(arguments)
-    device = parsed.device if parsed.device != "auto" else _best_device()
+    device = choose_device(parsed)
     default_raw, default_model = _default_sizes(device, parsed.quick)
-    zram = parsed.zram or ("/dev/zram0" if device == "cuda" and not parsed.quick else "none")
     return Settings(
         device=device,
         raw_nbytes=parsed.nbytes or default_raw,
         model_nbytes=parsed.model_nbytes or default_model,
         gds_nbytes=min(parsed.gds_nbytes, parsed.nbytes or default_raw),
         directory=parsed.dir,
-        zram=None if zram == "none" else zram,
-        repeats=parsed.repeats or (2 if parsed.quick else 5),
+        zram=choose_zram(parsed, device),
+        repeats=choose_repeats(parsed),
         sections=tuple(parsed.only or SECTIONS),
         quick=parsed.quick,
         json_path=parsed.json,
@@ -104,16 +103,46 @@ def _parser() -> argparse.ArgumentParser:
     add("--nbytes", type=parse_nbytes, help="raw file (8GiB; 1GiB without a GPU)")
     add("--model-nbytes", type=parse_nbytes, help="model (7.85GB; 1GB without a GPU)")
     add("--gds-nbytes", type=parse_nbytes, default=2 << 30, help="read through cuFile (2GiB)")
+    add_shared_options(parser, SECTIONS, deadline_s=440.0, budget_s=8.0)
+    return parser
+
+
+def add_shared_options(
+    parser: argparse.ArgumentParser,
+    sections: Sequence[str],
+    *,
+    deadline_s: float,
+    budget_s: float,
+) -> None:
+    """Add what every kind of run can be told."""
+    add = parser.add_argument
     add("--dir", type=Path, help="where to make the files (the temporary directory)")
-    add("--zram", help="idle zram device for the cold place, or 'none' (/dev/zram0 with a GPU)")
+    add("--zram", help="idle zram device for a place, or 'none' (/dev/zram0 with a GPU)")
     add("--repeats", type=int, help="measured rounds (5)")
-    add("--only", action="append", choices=SECTIONS, help="run this part; may be repeated")
+    add("--only", action="append", choices=sections, help="run this part; may be repeated")
     add("--quick", action="store_true", help="a few MiB, to see that everything runs")
     add("--json", type=Path, help="write the results there")
-    add("--device", choices=("auto", "cuda", "cpu"), default="auto", help="destination (auto)")
-    add("--deadline-s", type=float, default=440.0, help="no new round after this (440)")
-    add("--budget-s", type=float, default=8.0, help="readings per contestant and place (8)")
-    return parser
+    add("--device", choices=("auto", "cuda", "cpu"), default="auto", help="of the arrays (auto)")
+    after = f"no new round after this ({deadline_s:g})"
+    add("--deadline-s", type=float, default=deadline_s, help=after)
+    each = f"readings per contestant and place ({budget_s:g})"
+    add("--budget-s", type=float, default=budget_s, help=each)
+
+
+def choose_device(parsed: argparse.Namespace) -> str:
+    """Give the device that was asked for, or the best one."""
+    return _best_device() if parsed.device == "auto" else str(parsed.device)
+
+
+def choose_zram(parsed: argparse.Namespace, device: str) -> str | None:
+    """Give the block device; None goes without."""
+    zram = parsed.zram or ("/dev/zram0" if device == "cuda" and not parsed.quick else "none")
+    return None if zram == "none" else str(zram)
+
+
+def choose_repeats(parsed: argparse.Namespace) -> int:
+    """Give the measured rounds."""
+    return parsed.repeats or (2 if parsed.quick else 5)
 
 
 def _best_device() -> str:

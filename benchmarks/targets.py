@@ -32,7 +32,8 @@ MAPPED_GB_PER_S = 18.0
 MAPPED_CPU_S_PER_GB = 0.06
 NEIGHBOUR_SHARE = 0.25
 
-_ABSENT = "not measured in this run"
+ABSENT = "not measured in this run"
+"""Evidence of a figure that is missing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,8 +132,8 @@ def _over_peers(findings: Findings, place: str, factor: float) -> list[Target]:
 def _speed(findings: Findings, kind: str, place: str, wanted: float) -> Target:
     ours = findings.ours(kind, place)
     measured = ours.gb_per_s if ours and ours.is_valid else None
-    return _at_least(
-        _subject(kind, place), f"at least {wanted:g} GB/s", measured, wanted, _tell(ours)
+    return at_least(
+        _subject(kind, place), f"at least {wanted:g} GB/s", measured, wanted, tell_speed(ours)
     )
 
 
@@ -150,8 +151,8 @@ def _over(
     measured = ours.gb_per_s if ours and ours.is_valid else None
     bound = factor * peer.gb_per_s if peer and peer.gb_per_s else None
     asked = f"at least {factor:g} times {whom}"
-    evidence = f"{_tell(ours)}; {_tell(peer) if peer else f'{whom}: {_ABSENT}'}"
-    return _at_least(_subject(kind, place), asked, measured, bound, evidence)
+    evidence = f"{tell_speed(ours)}; {tell_speed(peer) if peer else f'{whom}: {ABSENT}'}"
+    return at_least(_subject(kind, place), asked, measured, bound, evidence)
 
 
 def _thrift(findings: Findings, kind: str, part: str, gb_per_s: float, cpu: float) -> list[Target]:
@@ -159,13 +160,15 @@ def _thrift(findings: Findings, kind: str, part: str, gb_per_s: float, cpu: floa
     row = findings.named(kind, RESIDENT, part)
     valid = row if row and row.is_valid else None
     kept = [int(report.get("mapped_nbytes", 0)) for report in row.reports] if row else []
-    evidence = _tell(row) + (f", {max(kept) / 1e9:.3g} GB stay registered" if any(kept) else "")
+    evidence = tell_speed(row) + (
+        f", {max(kept) / 1e9:.3g} GB stay registered" if any(kept) else ""
+    )
     name = f"{_subject('model', RESIDENT)}, {part}" + (", kept" if kind == "kept" else "")
     speed = valid.gb_per_s if valid else None
     spent = valid.cpu_s_per_gb if valid else None
     return [
-        _at_least(name, f"at least {gb_per_s:g} GB/s", speed, gb_per_s, evidence),
-        _at_most(name, spent, cpu, "CPU s/GB", evidence),
+        at_least(name, f"at least {gb_per_s:g} GB/s", speed, gb_per_s, evidence),
+        at_most(name, spent, cpu, "CPU s/GB", evidence),
     ]
 
 
@@ -173,8 +176,8 @@ def _gds_target(findings: Findings) -> Target:
     """Compare cuFile by headrace with cuFile by KvikIO."""
     row = findings.named("gds", COLD, 'route="gds"')
     peer = findings.fastest("gds", COLD, _is_any)
-    evidence = [_tell(row), _tell(peer) if peer else f"KvikIO: {_why_no_peer(findings)}"]
-    return _at_least(
+    evidence = [tell_speed(row), tell_speed(peer) if peer else f"KvikIO: {_why_no_peer(findings)}"]
+    return at_least(
         "raw file through cuFile, cold",
         "at least KvikIO with its compatibility mode off",
         row.gb_per_s if row and row.is_valid else None,
@@ -185,7 +188,7 @@ def _gds_target(findings: Findings) -> Target:
 
 def _why_no_peer(findings: Findings) -> str:
     peers = [row for row in findings.rows if row.kind == "gds" and "KvikIO" in row.name]
-    return next((why for r in peers if (why := r.absent or r.error)), _ABSENT)
+    return next((why for r in peers if (why := r.absent or r.error)), ABSENT)
 
 
 def neighbour_target(findings: Findings) -> Target:
@@ -196,7 +199,7 @@ def neighbour_target(findings: Findings) -> Target:
     }
     taken = [row.cpu_s_per_gb if row else None for row in by_policy.values()]
     thrifty, fast = taken
-    return _at_most(
+    return at_most(
         'CPU time that policy="cpu" takes from busy neighbours, as a share of cached\'s',
         thrifty / fast if thrifty is not None and fast else None,
         NEIGHBOUR_SHARE,
@@ -207,7 +210,7 @@ def neighbour_target(findings: Findings) -> Target:
 
 def _tell_beside(policy: str, row: BesideRow | None) -> str:
     if row is None or row.cpu_s_per_gb is None:
-        return f'policy="{policy}": {row.error if row and row.error else _ABSENT}'
+        return f'policy="{policy}": {row.error if row and row.error else ABSENT}'
     lost = row.to_dict()["lost_share"]
     return (
         f'policy="{policy}" {row.cpu_s_per_gb:.3g} CPU s/GB, '
@@ -215,16 +218,18 @@ def _tell_beside(policy: str, row: BesideRow | None) -> str:
     )
 
 
-def _at_least(
+def at_least(
     name: str, asked: str, measured: float | None, wanted: float | None, evidence: str
 ) -> Target:
+    """Give a target on a speed, which is to reach a bound."""
     met = None if measured is None or wanted is None else measured >= wanted
     return Target(name, asked, measured, wanted, "GB/s", met, evidence)
 
 
-def _at_most(
+def at_most(
     name: str, measured: float | None, wanted: float | None, unit: str, evidence: str
 ) -> Target:
+    """Give a target on what is to stay within a bound."""
     asked = "not known" if wanted is None else f"at most {wanted:g} {unit}"
     met = None if measured is None or wanted is None else measured <= wanted
     return Target(name, asked, measured, wanted, unit, met, evidence)
@@ -234,10 +239,10 @@ def process_targets(findings: Findings) -> list[Target]:
     """Give the targets on the first call and on the imports."""
     first = next((f for f in findings.first_calls if f.name.startswith("headrace")), None)
     difference = first.difference_s if first else None
-    evidence = (first.error or f"{len(first.first_s)} processes") if first else _ABSENT
+    evidence = (first.error or f"{len(first.first_s)} processes") if first else ABSENT
     name = "first call in a fresh process, over the second"
     return [
-        _at_most(name, difference, FIRST_CALL_S, "s", evidence),
+        at_most(name, difference, FIRST_CALL_S, "s", evidence),
         *(_import_target(found) for found in findings.imports),
     ]
 
@@ -245,7 +250,7 @@ def process_targets(findings: Findings) -> list[Target]:
 def _import_target(found: ImportTime) -> Target:
     name = f"import {found.name}, on top of {found.after}"
     evidence = found.error or f"median of {len(found.seconds)} processes"
-    return _at_most(name, found.median_s, IMPORT_S.get(found.name), "s", evidence)
+    return at_most(name, found.median_s, IMPORT_S.get(found.name), "s", evidence)
 
 
 def pinned_target(findings: Findings) -> Target:
@@ -253,12 +258,12 @@ def pinned_target(findings: Findings) -> Target:
     ours = [row for row in findings.rows if row.role in (Role.OURS, Role.OURS_EXTRA)]
     pinned = [float(report["pinned_nbytes"]) for row in ours for report in row.reports]
     limit = findings.pinned_limit_nbytes
-    return _at_most(
+    return at_most(
         "peak pinned memory",
         max(pinned, default=None),
         None if limit is None else float(limit),
         "B",
-        f"{len(pinned)} reports" if pinned else _ABSENT,
+        f"{len(pinned)} reports" if pinned else ABSENT,
     )
 
 
@@ -271,8 +276,8 @@ def device_memory_target(findings: Findings) -> Target:
         for reading in row.measured
         if reading.peak_device_nbytes is not None
     ]
-    evidence = f"torch's allocator, {len(ratios)} loads" if ratios else _ABSENT
-    return _at_most(
+    evidence = f"torch's allocator, {len(ratios)} loads" if ratios else ABSENT
+    return at_most(
         "peak device memory, as a share of the tensors",
         max(ratios, default=None),
         DEVICE_MEMORY_RATIO,
@@ -289,9 +294,10 @@ def _subject(kind: str, place: str) -> str:
     return f"{'raw file' if kind == 'raw' else 'model'}, {place}"
 
 
-def _tell(row: Row | None) -> str:
+def tell_speed(row: Row | None) -> str:
+    """Say how fast a row was, or why that is not known."""
     if row is None:
-        return f"headrace: {_ABSENT}"
+        return f"headrace: {ABSENT}"
     if row.is_valid:
         return f"{row.name} {row.gb_per_s:.1f} GB/s"
-    return f"{row.name}: {row.absent or row.error or _ABSENT}"
+    return f"{row.name}: {row.absent or row.error or ABSENT}"

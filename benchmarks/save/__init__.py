@@ -1,0 +1,1 @@
+"""The benchmark of writing: ``python -m benchmarks.save``."""
