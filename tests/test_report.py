@@ -28,6 +28,10 @@ KEYS = (
     *("schema", "source", "device", "nbytes", "seconds", "gb_per_s", "cpu_seconds"),
     *("planned", "observed", "rejected", "resident_nbytes", "stages", "pinned_nbytes"),
     "mapped_nbytes",
+    "operation",
+    "durable",
+    "snapshot",
+    "verified_nbytes",
 )
 
 

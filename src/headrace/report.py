@@ -170,10 +170,8 @@ class Report:
         if self.durable is False:
             extras.append("not synced to storage")
         if self.verified_nbytes is not None:
-            checked = format_nbytes(self.verified_nbytes)
-            extras.append(
-                f"checksums right for {checked}" if self.verified_nbytes else "no checksums"
-            )
+            checked = f"checksums right for {format_nbytes(self.verified_nbytes)}"
+            extras.append(checked if self.verified_nbytes else "no checksums stored")
         return "".join(f"; {extra}" for extra in extras)
 
     def _repr_html_(self) -> str:

@@ -15,6 +15,7 @@ from headrace.cli.main import app
 REPORT_KEYS = {
     "schema", "source", "device", "nbytes", "seconds", "gb_per_s", "cpu_seconds", "planned",
     "observed", "rejected", "resident_nbytes", "stages", "pinned_nbytes", "mapped_nbytes",
+    "operation", "durable", "snapshot", "verified_nbytes",
 }  # fmt: skip
 LAYER_NBYTES = 4 * 48
 
