@@ -22,11 +22,12 @@ from headrace.errors import (
 if TYPE_CHECKING:
     from headrace.context import Context, default_context
     from headrace.diagnosis import Diagnosis, alignment, doctor
+    from headrace.futures import TransferFuture
     from headrace.observers import Trace
     from headrace.options import Options
     from headrace.probing.alignment import Alignment
     from headrace.progress import Progress
-    from headrace.reading import explain, read_into, trace
+    from headrace.reading import explain, read_into, trace, write_from
     from headrace.report import Explanation, Report
 
 __version__ = "0.1.0"
@@ -47,19 +48,21 @@ __all__ = [
     "ShortRead",
     "SourceChanged",
     "Trace",
+    "TransferFuture",
     "alignment",
     "default_context",
     "doctor",
     "explain",
     "read_into",
     "trace",
+    "write_from",
 ]
 
 
 def __getattr__(name: str) -> Any:
     # Loaded at first use (PEP 562): `import headrace` must cost next to nothing.
     for module, names in (
-        ("headrace.reading", ("explain", "read_into", "trace")),
+        ("headrace.reading", ("explain", "read_into", "trace", "write_from")),
         ("headrace.context", ("Context", "default_context")),
         ("headrace.diagnosis", ("Diagnosis", "alignment", "doctor")),
         ("headrace.options", ("Options",)),
@@ -67,6 +70,7 @@ def __getattr__(name: str) -> Any:
         ("headrace.progress", ("Progress",)),
         ("headrace.report", ("Explanation", "Report")),
         ("headrace.observers", ("Trace",)),
+        ("headrace.futures", ("TransferFuture",)),
     ):
         if name in names:
             return getattr(importlib.import_module(module), name)

@@ -4,26 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 import os
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from headrace.bindings.cuda import Cuda
 from headrace.bindings.posix import Files, PosixFiles
 from headrace.bindings.sysfs import Linux, System
+from headrace.engines.lanes import Fence
 from headrace.equipment import Bindings, Equipment
-from headrace.observers import Observers, process_observers
+from headrace.futures import Submissions, TransferFuture
+from headrace.memory.buffer import Buffer
+from headrace.observers import Observers, Publisher, process_observers
 from headrace.options import Options
-from headrace.planning.plan import Rejection
 from headrace.planning.route import parse_route
 from headrace.probing.fact import Fact
 from headrace.progress import OnProgress
 from headrace.read_transfers import Allocate, ReadTransfers
 from headrace.report import Explanation, Report
-from headrace.survey import Want
+from headrace.requests import Request, make_request
+from headrace.survey import PathLike, Want
 from headrace.types import Device
 from headrace.write_transfers import Delivery, WriteTransfers
 
@@ -73,7 +75,7 @@ class Context:
         self._equipment = Equipment(self.bindings, self.options)
         self._reads = ReadTransfers(self._equipment, self.options)
         self._writes = WriteTransfers(self._equipment, self.options)
-        self._warned: set[Rejection] = set()
+        self._publisher = Publisher(self.observers)
         self._closed = False
         self._forget_parent()
 
@@ -94,7 +96,7 @@ class Context:
         self.close()
 
     def close(self) -> None:
-        """Wait for transfers under way, then release page-locked memory and streams.
+        """Wait for transfers, submitted ones too, then release page-locked memory and streams.
 
         Safe to call again. A transfer asked for afterwards raises ValueError.
 
@@ -107,6 +109,8 @@ class Context:
         with self._changed:
             if threading.get_ident() in self._under_way.values():
                 raise RuntimeError("close() within a transfer would wait for itself; call it after")
+        self._submissions.close()
+        with self._changed:
             self._closed = True
             self._changed.wait_for(lambda: not self._under_way)
         self._equipment.close()
@@ -137,6 +141,8 @@ class Context:
         *,
         route: str = "auto",
         progress: OnProgress | None = None,
+        fence: Fence | None = None,
+        stream: int | None = None,
     ) -> Report:
         """Read what is wanted into memory that `allocate` makes.
 
@@ -152,6 +158,10 @@ class Context:
             A route, or "auto" for the best of each stretch.
         progress
             Called in this thread, about ten times a second.
+        fence
+            What to come after; None for what is queued on the buffers' streams now.
+        stream
+            CUDA stream that copies may be left under way on.
 
         Raises
         ------
@@ -160,8 +170,8 @@ class Context:
         """
         forced = parse_route(route)
         with self._use():
-            done = self._reads.run(want, device, allocate, forced, progress)
-        return self._publish(*done)
+            done = self._reads.run(want, device, allocate, forced, progress, fence, stream)
+        return self._publisher.publish(*done)
 
     def deliver(
         self, delivery: Delivery, *, route: str = "auto", progress: OnProgress | None = None
@@ -185,7 +195,142 @@ class Context:
         forced = parse_route(route)
         with self._use():
             done = self._writes.run(delivery, forced, progress)
-        return self._publish(*done)
+        return self._publisher.publish(*done)
+
+    def request(
+        self,
+        call: str,
+        buffer: Any,
+        path: PathLike,
+        *,
+        file_offset: int,
+        nbytes: int | None,
+        stream: Any,
+        writable: bool = True,
+    ) -> Request:
+        """Check what one buffer and one stretch of a file ask for; see `make_request`."""
+        return make_request(
+            call,
+            buffer,
+            path,
+            file_offset=file_offset,
+            nbytes=nbytes,
+            stream=stream,
+            load_cuda=self.load_cuda,
+            writable=writable,
+        )
+
+    def read(self, request: Request, *, route: str = "auto") -> Report:
+        """Read a stretch of a file into a buffer; see `headrace.read_into`."""
+        want, buffer = request.want(), request.buffer
+        return self.transfer(
+            want, buffer.device, lambda _: (buffer,), route=route, stream=request.stream
+        )
+
+    def write(self, request: Request, *, route: str = "auto", fence: Fence | None = None) -> Report:
+        """Write a buffer into a stretch of a file; see `headrace.write_from`."""
+        parse_route(route)  # before a file is made
+        with request.delivery(self.bindings.files, fence) as delivery:
+            return self.deliver(delivery, route=route)
+
+    def submit_read(
+        self,
+        buffer: Any,
+        path: PathLike,
+        *,
+        file_offset: int = 0,
+        nbytes: int | None = None,
+        route: str = "auto",
+        stream: Any = None,
+    ) -> TransferFuture:
+        """Read into a buffer while the caller goes on; parameters as for `headrace.read_into`.
+
+        The read comes after what is queued on `stream`, or on the producer's current one, now. Once
+        `TransferFuture.result` has returned, the bytes are there for every stream: the caller's own
+        stream is never held until then. The buffer must not be used before.
+
+        Raises
+        ------
+        BufferMismatch, TypeError, ValueError
+            As `headrace.read_into`; what happens to the file is told by the future.
+        """
+        request = self.request(
+            "submit_read", buffer, path, file_offset=file_offset, nbytes=nbytes, stream=stream
+        )
+        parse_route(route)
+        want, destination = request.want(), request.buffer
+
+        def run(fence: Fence) -> Report:
+            return self.transfer(
+                want, destination.device, lambda _: (destination,), route=route, fence=fence
+            )
+
+        return self.submit(run, want.label, (destination,))
+
+    def submit_write(
+        self,
+        buffer: Any,
+        path: PathLike,
+        *,
+        file_offset: int = 0,
+        nbytes: int | None = None,
+        route: str = "auto",
+        stream: Any = None,
+    ) -> TransferFuture:
+        """Write a buffer while the caller goes on; parameters as for `headrace.write_from`.
+
+        The write comes after what is queued on `stream`, or on the producer's current one, now. The
+        buffer must not be changed before `TransferFuture.result` has returned.
+
+        Raises
+        ------
+        BufferMismatch, TypeError, ValueError
+            As `headrace.write_from`; what happens to the file is told by the future.
+        """
+        request = self.request(
+            "submit_write",
+            buffer,
+            path,
+            file_offset=file_offset,
+            nbytes=nbytes,
+            stream=stream,
+            writable=False,
+        )
+        parse_route(route)
+
+        def run(fence: Fence) -> Report:
+            return self.write(request, route=route, fence=fence)
+
+        return self.submit(run, request.path, (request.buffer,))
+
+    def submit(
+        self, run: Callable[[Fence], Report], label: str, buffers: Sequence[Buffer]
+    ) -> TransferFuture:
+        """Let a thread of this context make a transfer.
+
+        Parameters
+        ----------
+        run
+            Makes it, after the fence that it is given: what is queued on the buffers' streams now.
+        label
+            What reports call it.
+        buffers
+            What it reads or writes; kept alive.
+
+        Raises
+        ------
+        ValueError
+            The context is closed.
+        """
+        self._forget_parent()
+        fence = self._equipment.mark(buffers)
+        try:
+            future = self._submissions.submit(lambda: run(fence), label, buffers)
+        except BaseException:
+            self._equipment.forget(fence)
+            raise
+        future.on_end(lambda: self._equipment.forget(fence))
+        return future
 
     def explain(self, want: Want, device: Device, *, route: str = "auto") -> Explanation:
         """Say what `transfer` would do; reads headers and facts, no payload.
@@ -218,20 +363,9 @@ class Context:
         """In a forked child: its parent's threads are not here to end their transfers."""
         if self._process != os.getpid():
             self._process = os.getpid()
+            self._submissions = Submissions()
             self._under_way: dict[object, int] = {}  # threads, by their transfers
             self._changed = threading.Condition()
-
-    def _publish(self, report: Report, downgrades: tuple[Rejection, ...]) -> Report:
-        logger = logging.getLogger("headrace")
-        for downgrade in downgrades:
-            with self._changed:
-                new = downgrade not in self._warned
-                self._warned.add(downgrade)
-            if new:
-                logger.warning("%s: downgrade: %s", report.source, downgrade)
-        logger.info("%s", report)
-        self.observers.tell(report)
-        return report
 
 
 def default_context() -> Context:

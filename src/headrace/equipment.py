@@ -130,21 +130,39 @@ class Equipment:
             )
         return self._gds_volumes[volume]
 
-    @contextlib.contextmanager
-    def fence(self, buffers: Iterable[Buffer]) -> Iterator[Fence]:
-        """Mark what is queued now on the streams of some buffers, for the length of a block."""
+    def mark(self, buffers: Iterable[Buffer]) -> Fence:
+        """Mark what is queued now on the streams of some buffers; `forget` it afterwards."""
         by_device: dict[int, set[int]] = {}
         for buffer in buffers:
             if buffer.stream is not None:
-                by_device.setdefault(buffer.device.index, set()).add(buffer.stream)
-        with contextlib.ExitStack() as stack:
+                by_device.setdefault(self._device_of(buffer), set()).add(buffer.stream)
+        with contextlib.ExitStack() as undo:
             events: list[int] = []
             for device, streams in by_device.items():
-                lanes = self._borrow_lanes()
-                fence = lanes.fence(device, streams)
-                stack.callback(lanes.forget, fence)
+                fence = self._borrow_lanes().fence(device, streams)
+                undo.callback(self.forget, fence)
                 events.extend(fence.events)
-            yield Fence(tuple(events))
+            undo.pop_all()
+        return Fence(tuple(events))
+
+    def forget(self, fence: Fence) -> None:
+        """Give up the events of a fence."""
+        if fence.events:
+            self._borrow_lanes().forget(fence)
+
+    def wait_for(self, fence: Fence) -> None:
+        """Let the calling thread wait until the work before a fence is done."""
+        for event in fence.events:
+            self.load_cuda().synchronize_event(event)
+
+    @contextlib.contextmanager
+    def fence(self, buffers: Iterable[Buffer]) -> Iterator[Fence]:
+        """Mark what is queued now, for the length of a block."""
+        fence = self.mark(buffers)
+        try:
+            yield fence
+        finally:
+            self.forget(fence)
 
     def prepare_ring(self, device: int) -> str | None:
         """Get a first page-locked block; why there is none, or None when all is well."""
@@ -269,6 +287,12 @@ class Equipment:
             found = str(error).removeprefix("route 'gds' cannot serve: ")
             return Fact("cuFile", False, found, "cuFileDriverOpen", remedy)
         return Fact("cuFile", True, "the driver is open", "cuFileDriverOpen")
+
+    def _device_of(self, buffer: Buffer) -> int:
+        """The device of a buffer's stream."""
+        if buffer.device.is_host and buffer.stream is not None:
+            return self.load_cuda().stream_device(buffer.stream)
+        return buffer.device.index
 
     def _borrow_lanes(self) -> Lanes:
         with self._lock:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import logging
 import threading
 from collections.abc import Callable
 from types import TracebackType
 
+from headrace.planning.plan import Rejection
 from headrace.report import Report
 
 Observer = Callable[[Report], None]
@@ -34,6 +36,34 @@ class Observers:
         """Tell everyone."""
         for observer in self._observers:
             observer(report)
+
+
+class Publisher:
+    """Makes the reports of one context known: to the logger ``headrace``, and to observers.
+
+    Parameters
+    ----------
+    observers
+        Whom to tell.
+    """
+
+    def __init__(self, observers: Observers) -> None:
+        self._observers = observers
+        self._warned: set[Rejection] = set()
+        self._lock = threading.Lock()
+
+    def publish(self, report: Report, downgrades: tuple[Rejection, ...]) -> Report:
+        """Log a report, warn of each downgrade once for each cause, and tell the observers."""
+        logger = logging.getLogger("headrace")
+        for downgrade in downgrades:
+            with self._lock:
+                new = downgrade not in self._warned
+                self._warned.add(downgrade)
+            if new:
+                logger.warning("%s: downgrade: %s", report.source, downgrade)
+        logger.info("%s", report)
+        self._observers.tell(report)
+        return report
 
 
 @functools.cache

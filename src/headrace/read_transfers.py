@@ -43,6 +43,8 @@ class ReadTransfers(Transfers):
         allocate: Allocate,
         forced: Route | None,
         progress: OnProgress | None,
+        fence: Fence | None = None,
+        stream: int | None = None,
     ) -> tuple[Report, tuple[Rejection, ...]]:
         """Read what is wanted; the report, and the downgrades to warn of.
 
@@ -60,8 +62,9 @@ class ReadTransfers(Transfers):
             with watch.stage("allocate"):
                 buffers = allocate(found.specs)
             try:
-                with watch.stage("transfer"), self._equipment.fence(buffers) as fence:
-                    cargo = self._load_cargo(found, buffers, device, fence)
+                with watch.stage("transfer"), self._after(fence, buffers) as after:
+                    cargo = self._load_cargo(found, buffers, device, after)
+                    cargo = replace(cargo, stream=stream)
                     _mark_clean(plan, sources)
                     order = Order(cargo, found.volumes, forced, self._equipment.engine)
                     stats, plan = self._dispatch(plan, order, progress)

@@ -1,20 +1,14 @@
-"""Functions that need no framework: read into memory that exists, explain, trace."""
+"""Functions that need no framework: read into memory, write out of it, explain, trace."""
 
 from __future__ import annotations
 
-import operator
-import os
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from headrace.context import Context, default_context
-from headrace.errors import BufferMismatch
-from headrace.formats.raw import describe_raw
-from headrace.memory.buffer import Buffer, buffer_from
 from headrace.observers import Trace
 from headrace.report import Explanation, Report
-from headrace.survey import PathLike, SourceLike, Want, want_any
+from headrace.survey import PathLike, SourceLike, want_any
 from headrace.types import HOST, Device, parse_device
 
 
@@ -25,12 +19,13 @@ def read_into(
     file_offset: int = 0,
     nbytes: int | None = None,
     route: str = "auto",
+    stream: Any = None,
     context: Context | None = None,
 ) -> Report:
     """Read bytes of a file into memory that you have.
 
-    The call is ordered after what the buffer's producer has queued on its current stream, and
-    returns when the bytes are in place and visible to any stream.
+    Without `stream` the call is ordered after what the buffer's producer has queued on its current
+    stream, and returns when the bytes are in place and visible to any stream.
 
     Parameters
     ----------
@@ -45,6 +40,11 @@ def read_into(
         Bytes to read, to the start of the buffer; None fills the buffer.
     route
         "auto", or one of "host", "cached", "mapped", "direct", "gds", which then serves or raises.
+    stream
+        CUDA stream of the buffer's device: of torch, CuPy, cuda.core, or a handle. The read comes
+        after what is queued on it, and what is queued on it later sees the bytes. Where they stay
+        registered (`Options.mapped_nbytes`), the call only enqueues copies and returns before they
+        are done, and a change of the file after that goes unseen; else it returns as without.
     context
         Whose options and pools to use; None takes the default one.
 
@@ -65,21 +65,79 @@ def read_into(
         The file changed during the read; the buffer's content is void.
     FileNotFoundError, PermissionError, IsADirectoryError, OSError
         As the operating system says.
+    ValueError
+        The stream belongs to another device; a number is negative.
     """
     context = context or default_context()
-    destination = buffer_from(buffer, lambda pointer: context.load_cuda().pointer_device(pointer))
-    first = operator.index(file_offset)
-    wanted = _check_length(buffer, destination, nbytes)
-    where = os.fspath(path)
-    want = Want(
-        label=where,
-        paths=(where,),
-        describe=lambda opened: (
-            describe_raw(where, opened[0].nbytes, file_offset=first, nbytes=wanted),
-        ),
+    request = context.request(
+        "read_into", buffer, path, file_offset=file_offset, nbytes=nbytes, stream=stream
     )
-    part = replace(destination, nbytes=wanted)
-    return context.transfer(want, destination.device, lambda _: (part,), route=route)
+    return context.read(request, route=route)
+
+
+def write_from(
+    buffer: Any,
+    path: PathLike,
+    *,
+    file_offset: int = 0,
+    nbytes: int | None = None,
+    route: str = "auto",
+    stream: Any = None,
+    context: Context | None = None,
+) -> Report:
+    """Write bytes of memory that you have into a file.
+
+    Bytes outside of the range stay as they are, also where it is not aligned; a file that ends
+    before it is extended, by zeros up to `file_offset`. The call returns when the bytes are in
+    the file, for every reader of it; it does not wait until storage has them (fsync).
+
+    Parameters
+    ----------
+    buffer
+        Anything with the buffer protocol, ``__cuda_array_interface__``, ``__array_interface__`` or
+        ``__dlpack__``: contiguous, in host memory or on a CUDA device; it may be read-only.
+    path
+        A file, made if it is missing; symbolic links are followed.
+    file_offset
+        Where its first byte goes; any value, aligned or not.
+    nbytes
+        Bytes to write, from the start of the buffer; None writes all of it.
+    route
+        "auto", or one of "host", "cached", "mapped", "direct", "gds", which then serves or raises.
+    stream
+        CUDA stream whose queued work comes first: of torch, CuPy, cuda.core, or a handle. None
+        takes what the buffer's producer has queued on its current stream.
+    context
+        Whose options and pools to use; None takes the default one.
+
+    Returns
+    -------
+    Report
+        Which way the bytes went, and why.
+
+    Raises
+    ------
+    BufferMismatch
+        The buffer is too small for `nbytes`, or not contiguous.
+    RouteUnavailable
+        The forced route cannot serve; the message has every reason.
+    OSError
+        As the operating system says (ENOSPC, EROFS, EIO). The file then has its old length, or is
+        gone if it was made here; where old bytes were to be replaced, some may be.
+    ValueError
+        The stream belongs to another device; a number is negative.
+    """
+    context = context or default_context()
+    request = context.request(
+        "write_from",
+        buffer,
+        path,
+        file_offset=file_offset,
+        nbytes=nbytes,
+        stream=stream,
+        writable=False,
+    )
+    return context.write(request, route=route)
 
 
 def explain(
@@ -128,20 +186,6 @@ def trace() -> Trace:
         any thread and any context.
     """
     return Trace()
-
-
-def _check_length(buffer: Any, destination: Buffer, nbytes: int | None) -> int:
-    if nbytes is None:
-        return destination.nbytes
-    nbytes = operator.index(nbytes)
-    if nbytes < 0:
-        raise ValueError(f"nbytes is {nbytes}; it must not be negative")
-    if nbytes > destination.nbytes:
-        raise BufferMismatch(
-            f"read_into: {nbytes} bytes were asked for, but {type(buffer).__name__} holds "
-            f"{destination.nbytes}; pass a larger buffer or a smaller nbytes"
-        )
-    return nbytes
 
 
 def _pick_device(device: Any, context: Context) -> Device:

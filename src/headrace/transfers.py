@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from headrace.bindings.posix import DirectAlignment
 from headrace.engines.base import Cargo, Engine, Stats
+from headrace.engines.lanes import Fence
 from headrace.equipment import Equipment
 from headrace.errors import RouteUnavailable
+from headrace.memory.buffer import Buffer
 from headrace.options import Options
 from headrace.planning.plan import Plan, Rejection, Transfer
 from headrace.probing.fact import Fact
@@ -105,8 +108,19 @@ class Transfers:
         return stats, plan
 
     def _send(self, order: Order, route: Route, device: Device, part: Cargo) -> Stats:
+        if device.is_host:  # the CPU moves the bytes, and it follows no stream
+            self._equipment.wait_for(part.fence)
         alignments = [volume.alignment for volume in order.volumes]
         return self._engage(order.make_engine(route, device, alignments), part)
+
+    @contextlib.contextmanager
+    def _after(self, fence: Fence | None, buffers: Sequence[Buffer]) -> Iterator[Fence]:
+        """The fence that was made when the transfer was asked for, or one of now."""
+        if fence is not None:
+            yield fence
+            return
+        with self._equipment.fence(buffers) as made:
+            yield made
 
     def _engage(self, engine: Engine, cargo: Cargo) -> Stats:
         """Run one engine."""

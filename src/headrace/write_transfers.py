@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from headrace.bindings.sysfs import read_mounts
@@ -64,7 +63,7 @@ class WriteTransfers(Transfers):
             plan = self._prepare(plan, dict.fromkeys(devices))
         with watch.stage("allocate"):
             _reserve(plan, delivery.sinks)
-        with watch.stage("transfer"), self._after(delivery) as fence:
+        with watch.stage("transfer"), self._after(delivery.fence, delivery.buffers) as fence:
             order = Order(
                 self._load_cargo(plan, delivery, machine, fence),
                 [file.facts.volume for file in files],
@@ -117,15 +116,6 @@ class WriteTransfers(Transfers):
             block_nbytes=self._options.block_nbytes,
             fence=fence,
         )
-
-    @contextlib.contextmanager
-    def _after(self, delivery: Delivery) -> Iterator[Fence]:
-        """The fence that was made when the write was asked for, or one of now."""
-        if delivery.fence is not None:
-            yield delivery.fence
-            return
-        with self._equipment.fence(delivery.buffers) as fence:
-            yield fence
 
 
 def _reserve(plan: Plan, sinks: Sequence[Sink]) -> None:

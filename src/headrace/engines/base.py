@@ -114,6 +114,8 @@ class Cargo:
     """Files to write to, by `Transfer.source`; () for a read."""
     fence: Fence = field(default_factory=Fence)
     """The copies come after it."""
+    stream: int | None = None
+    """CUDA stream of the caller, on which copies may be left under way; None for none."""
     on_progress: OnProgress | None = None
     """Called now and then, in the calling thread, with the bytes moved so far."""
 
@@ -126,8 +128,9 @@ class Cargo:
 class Engine(Protocol):
     """Moves bytes by one route, one way: from files into memory, or from memory into files.
 
-    `run` returns when every byte of the cargo is in place and visible to any stream, or raises
-    when no thread and no copy of its own touches the buffers any more.
+    `run` returns when every byte of the cargo is in place and visible to any stream, or will be in
+    the order of `Cargo.stream`; or it raises when no thread and no copy of its own touches the
+    buffers any more.
     """
 
     @property

@@ -56,6 +56,8 @@ class MappedEngine:
             Not even one window can be registered; what was moved so far is void.
         """
         device = cargo.buffers[0].device.index
+        if cargo.stream is not None and self._mappings.keeps(cargo.nbytes):
+            return self._enqueue(cargo, device, cargo.stream)
         counts = {"registered": 0, "kept": 0}
 
         def work(jobs: Jobs, tally: Tally) -> None:
@@ -77,6 +79,28 @@ class MappedEngine:
         tallies = run_workers(work, replace(cargo, workers=1, block_nbytes=WINDOW_NBYTES))
         windows = ", ".join(f"{count} {how}" for how, count in counts.items() if count)
         return total(self.route, tallies, f"the GPU read the page cache itself; windows: {windows}")
+
+    def _enqueue(self, cargo: Cargo, device: int, stream: int) -> Stats:
+        """Leave the copies to the caller's stream; windows stay registered until they are done."""
+        tally = Tally()
+        jobs = Jobs(cargo.transfers, WINDOW_NBYTES)
+        with self._lanes.on_device(device):
+            while (job := jobs.take()) is not None:
+                try:
+                    window = self._take(cargo, job, tally)
+                except DeviceError as error:
+                    raise RouteUnavailable(f"route 'mapped' cannot serve: {error}") from error
+                event = self._cuda.create_event()
+                window = replace(window, events=(*window.events, event))
+                try:
+                    copies = job.copies(cargo.buffers, window.pointer - window.key.start)
+                    self._cuda.copy_to_device(copies, stream)
+                finally:
+                    self._cuda.record_event(event, stream)
+                    self._mappings.give_back(window)
+                tally.moved_nbytes += sum(nbytes for _, _, nbytes in copies)
+        evidence = "copies of registered pages, enqueued on the caller's stream and not waited for"
+        return total(self.route, [tally], evidence)
 
     def _take_or_make_room(
         self, cargo: Cargo, job: Job, in_use: list[Window], lane: Lane, tally: Tally

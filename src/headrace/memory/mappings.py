@@ -39,6 +39,8 @@ class Window:
     """What keeps it mapped."""
     kept: bool = False
     """Whether it was registered in an earlier call."""
+    events: tuple[int, ...] = ()
+    """CUDA events, each after copies that may still read it; they go with it."""
 
     @property
     def pointer(self) -> int:
@@ -94,7 +96,7 @@ class Mappings:
         with self._lock:
             kept = self._pop(key) if key in self._kept else None
         if kept is not None:
-            return replace(kept, kept=True)
+            return replace(kept, kept=True, events=self._pending(kept.events))
         mapping = self._files.map_shared(fd, key.start, key.stop - key.start)
         window = Window(key, mapping)
         try:
@@ -104,8 +106,15 @@ class Mappings:
             raise
         return window
 
+    def keeps(self, nbytes: int) -> bool:
+        """Whether so many bytes are within what is kept between calls."""
+        return 0 < nbytes <= self._budget
+
     def give_back(self, window: Window) -> None:
-        """Keep a window that no copy reads any more, or release it where it does not fit."""
+        """Keep a window, or release it where it does not fit.
+
+        No copy may read it any more, other than those that `Window.events` are after.
+        """
         leaving: list[Window] = []
         with self._lock:
             if window.key in self._kept or window.nbytes > self._budget:
@@ -137,6 +146,16 @@ class Mappings:
         for window in windows:
             _drop(self._cuda, window)
 
+    def _pending(self, events: tuple[int, ...]) -> tuple[int, ...]:
+        """Those of some events that have not happened yet; the others are given up."""
+        pending = []
+        for event in events:
+            if self._cuda.event_is_done(event):
+                self._cuda.destroy_event(event)
+            else:
+                pending.append(event)
+        return tuple(pending)
+
     def _pop(self, key: WindowKey) -> Window:
         window = self._kept.pop(key)
         self._nbytes -= window.nbytes
@@ -150,6 +169,9 @@ class Mappings:
 
 
 def _drop(cuda: Cuda, window: Window) -> None:
+    for event in window.events:
+        cuda.synchronize_event(event)
+        cuda.destroy_event(event)
     cuda.unregister_host(window.pointer)
     window.mapping.close()
 

@@ -1,0 +1,142 @@
+"""Requests: one buffer and one stretch of one file, for a read into it or a write out of it."""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from headrace.bindings.cuda import Cuda
+from headrace.bindings.posix import Files
+from headrace.engines.lanes import Fence
+from headrace.errors import BufferMismatch
+from headrace.formats.raw import describe_raw
+from headrace.memory.buffer import Buffer, buffer_from
+from headrace.memory.stream import check_stream, parse_stream
+from headrace.planning.plan import Piece
+from headrace.storage.sink import Sink
+from headrace.survey import PathLike, Want
+from headrace.write_transfers import Delivery
+
+LoadCuda = Callable[[], Cuda]
+"""Gives the CUDA bindings, which only arrays and streams of a GPU need."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A buffer, and the stretch of a file that is to be read into it or written out of it."""
+
+    buffer: Buffer
+    """As long as the stretch; its stream is the caller's, if one was given."""
+    path: str
+    """The file."""
+    file_offset: int
+    """First byte of the stretch."""
+    stream: int | None
+    """The caller's CUDA stream; None where none was given."""
+
+    def want(self) -> Want:
+        """The stretch, as something to read."""
+        path, first, nbytes = self.path, self.file_offset, self.buffer.nbytes
+        return Want(
+            label=path,
+            paths=(path,),
+            describe=lambda opened: (
+                describe_raw(path, opened[0].nbytes, file_offset=first, nbytes=nbytes),
+            ),
+        )
+
+    @contextlib.contextmanager
+    def delivery(self, files: Files, fence: Fence | None) -> Iterator[Delivery]:
+        """The buffer, as something to write into the file, which is open for a block.
+
+        Where the block fails, the file gets its old length back, or goes if it was made here.
+        Bytes inside of the old length may then be old or new.
+        """
+        sink = Sink(self.path, files)
+        nbytes = self.buffer.nbytes
+        pieces = (Piece(self.file_offset, nbytes, 0, 0),) if nbytes else ()
+        try:
+            yield Delivery(self.path, (sink,), (pieces,), (self.buffer,), fence)
+        except BaseException as error:
+            try:
+                _undo(sink)
+            except OSError as second:
+                error.add_note(f"{self.path}: its old length could not be restored: {second}")
+            raise
+        finally:
+            sink.close()
+
+
+def make_request(
+    call: str,
+    buffer: Any,
+    path: PathLike,
+    *,
+    file_offset: int,
+    nbytes: int | None,
+    stream: Any,
+    load_cuda: LoadCuda,
+    writable: bool,
+) -> Request:
+    """Check what a caller asks for; nothing is opened.
+
+    Parameters
+    ----------
+    call
+        Name of the function, for messages.
+    buffer, path, file_offset, nbytes, stream
+        As for `headrace.read_into` and `headrace.write_from`.
+    load_cuda
+        Gives the CUDA bindings.
+    writable
+        Whether bytes are to be put into the buffer.
+
+    Raises
+    ------
+    BufferMismatch, TypeError, ValueError
+        As those say.
+    """
+    handle = None if stream is None else parse_stream(stream)
+    whole = buffer_from(
+        buffer,
+        lambda pointer: load_cuda().pointer_device(pointer),
+        writable=writable,
+        stream=handle,
+    )
+    if handle is not None:
+        check_stream(handle, whole.device, load_cuda())
+        whole = replace(whole, stream=handle)
+    first = operator.index(file_offset)
+    if first < 0:
+        raise ValueError(f"{call}: file_offset is {first}; it must not be negative")
+    wanted = _check_length(call, buffer, whole, nbytes)
+    return Request(replace(whole, nbytes=wanted), os.fspath(path), first, handle)
+
+
+def _check_length(call: str, buffer: Any, whole: Buffer, nbytes: int | None) -> int:
+    if nbytes is None:
+        return whole.nbytes
+    nbytes = operator.index(nbytes)
+    if nbytes < 0:
+        raise ValueError(f"{call}: nbytes is {nbytes}; it must not be negative")
+    if nbytes > whole.nbytes:
+        raise BufferMismatch(
+            f"{call}: {nbytes} bytes were asked for, but {type(buffer).__name__} holds "
+            f"{whole.nbytes}; pass a larger buffer or a smaller nbytes"
+        )
+    return nbytes
+
+
+def _undo(sink: Sink) -> None:
+    """Give a file its old length back, or remove it if there was none."""
+    files, opened = sink.files, sink.identity
+    if sink.created:
+        named = files.path_status(sink.path)
+        if (named.device, named.inode) == (opened.device, opened.inode):
+            files.remove(os.path.realpath(sink.path))
+    elif files.status(sink.fd).nbytes > sink.nbytes:
+        sink.resize(sink.nbytes)
