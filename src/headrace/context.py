@@ -23,8 +23,9 @@ from headrace.planning.route import parse_route
 from headrace.probing.fact import Fact
 from headrace.progress import OnProgress
 from headrace.read_transfers import Allocate, ReadTransfers
-from headrace.report import Explanation, Report
+from headrace.report import Explanation, Report, Snapshot
 from headrace.requests import Request, make_request
+from headrace.snapshots import SnapshotTransfers, Spare
 from headrace.survey import PathLike, Want
 from headrace.types import Device
 from headrace.write_transfers import Delivery, WriteTransfers
@@ -75,6 +76,7 @@ class Context:
         self._equipment = Equipment(self.bindings, self.options)
         self._reads = ReadTransfers(self._equipment, self.options)
         self._writes = WriteTransfers(self._equipment, self.options)
+        self._snapshots = SnapshotTransfers(self._equipment, self.options)
         self._publisher = Publisher(self.observers)
         self._closed = False
         self._forget_parent()
@@ -232,6 +234,13 @@ class Context:
         parse_route(route)  # before a file is made
         with request.delivery(self.bindings.files, fence) as delivery:
             return self.deliver(delivery, route=route)
+
+    def snapshot(
+        self, buffers: Sequence[Buffer], spare: Spare, *, wait: bool
+    ) -> tuple[list[Buffer], Snapshot]:
+        """Copy buffers as they are now; see `headrace.snapshots.SnapshotTransfers.run`."""
+        with self._use():
+            return self._snapshots.run(buffers, spare, wait=wait)
 
     def submit_read(
         self,

@@ -5,19 +5,20 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from headrace.bindings.cuda import Cuda, CudaRuntime
 from headrace.bindings.posix import DirectAlignment, Files, FileStatus, PosixFiles
 from headrace.bindings.sysfs import Linux, System
-from headrace.engines.base import Engine
+from headrace.engines.base import Cargo, Engine
 from headrace.engines.cached import CachedEngine, CachedWriter
 from headrace.engines.direct import DirectEngine
 from headrace.engines.host import HostEngine, HostWriter
 from headrace.engines.lanes import Fence, Lanes
 from headrace.engines.mapped import MappedEngine
-from headrace.engines.ring import Ring
+from headrace.engines.ring import Ring, Spill
 from headrace.errors import RouteUnavailable
 from headrace.memory.buffer import Buffer
 from headrace.memory.mappings import Mappings
@@ -163,6 +164,14 @@ class Equipment:
             yield fence
         finally:
             self.forget(fence)
+
+    def on_device(self, device: Device) -> AbstractContextManager[None]:
+        """Make a GPU the calling thread's current device, for the length of a block."""
+        return self._borrow_lanes().on_device(device.index)
+
+    def drain(self, cargo: Cargo, spill: Spill) -> None:
+        """Move a cargo from a GPU through the ring, to wherever `spill` takes it."""
+        self._borrow_ring().drain(cargo, spill)
 
     def prepare_ring(self, device: int) -> str | None:
         """Get a first page-locked block; why there is none, or None when all is well."""
