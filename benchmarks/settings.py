@@ -103,7 +103,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--nbytes", type=parse_nbytes, help="raw file (8GiB; 1GiB without a GPU)")
     add("--model-nbytes", type=parse_nbytes, help="model (7.85GB; 1GB without a GPU)")
     add("--gds-nbytes", type=parse_nbytes, default=2 << 30, help="read through cuFile (2GiB)")
-    add_shared_options(parser, SECTIONS, deadline_s=440.0, budget_s=8.0)
+    add_shared_options(parser, SECTIONS, deadline_s=540.0, budget_s=8.0)
     return parser
 
 

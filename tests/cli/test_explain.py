@@ -106,3 +106,18 @@ def test_without_a_device_the_plan_is_that_of_load(model: Path) -> None:
     assert explained["device"] == loaded["device"]
     routes = [part["route"] for part in explained["planned"]]
     assert routes == [part["route"] for part in loaded["planned"]]
+
+
+def test_names_choose_tensors_as_they_do_for_a_load(model: Path) -> None:
+    document = explain_json(model, "--names", "bias*")
+    assert [tensor["name"] for tensor in document["tensors"]] == ["bias[red]"]
+    assert sum(part["nbytes"] for part in document["planned"]) == 6
+
+
+def test_name_that_matches_nothing_is_told_in_one_line(model: Path) -> None:
+    assert_fails_in_one_line(explain(model, "--names", "nothing*"), "nothing*", "weight")
+
+
+def test_names_with_raw_bytes_are_refused_as_by_a_load(model: Path) -> None:
+    result = explain(model, "--raw", "--names", "weight")
+    assert_fails_in_one_line(result, "safetensors sources only")

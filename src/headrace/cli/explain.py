@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import headrace
+from headrace.cli.load import find_names
 from headrace.cli.target import find_target
 from headrace.context import read_cufile_environment
 from headrace.report import Explanation
@@ -22,6 +23,8 @@ class ExplainRequest:
     """``"auto"`` or the forced route."""
     raw: bool = False
     """Take the file as plain bytes."""
+    names: tuple[str, ...] = ()
+    """Tensor names or globs; () takes all."""
 
 
 def collect(request: ExplainRequest) -> Explanation:
@@ -34,11 +37,13 @@ def collect(request: ExplainRequest) -> Explanation:
     """
     with headrace.Context(cufile_environment=read_cufile_environment()) as context:
         target = find_target(request.device, None, context)
+        names = find_names(request.source, request.names, context) if request.names else None
         explanation = headrace.explain(
             request.source,
             device=target.device,
             route=request.route,
             raw=request.raw,
+            names=names,
             context=context,
         )
         if request.device is not None:

@@ -105,9 +105,22 @@ def _loader(
         return partial(namespace.read, source, **extent, **common)
     names = None
     if request.names:
-        listed = headrace.explain(source, device="cpu", context=context).tensors
-        names = select_names(source, request.names, [tensor["name"] for tensor in listed])
+        names = find_names(source, request.names, context)
     return partial(namespace.load, source, names=names, **common)
+
+
+def find_names(source: str, patterns: Sequence[str], context: headrace.Context) -> list[str]:
+    """Names in a source that are asked for exactly or by a glob.
+
+    Raises
+    ------
+    KeyError
+        A pattern matches no tensor.
+    HeadraceError, OSError
+        As `headrace.explain` does.
+    """
+    listed = headrace.explain(source, device="cpu", context=context).tensors
+    return select_names(source, patterns, [tensor["name"] for tensor in listed])
 
 
 def select_names(source: str, patterns: Sequence[str], available: Sequence[str]) -> list[str]:

@@ -114,6 +114,7 @@ def explain(
     source: arg.SourceArgument,
     device: arg.DeviceOption = None,
     route: arg.RouteOption = "auto",
+    names: arg.NamesOption = None,
     raw: arg.RawOption = False,
     tensors: arg.TensorsOption = False,
     as_json: arg.JsonOption = False,
@@ -123,7 +124,8 @@ def explain(
     from headrace.cli import explain as command
 
     with report_failure(debug or context.obj):
-        result = command.collect(command.ExplainRequest(source, device, route, raw))
+        request = command.ExplainRequest(source, device, route, raw, tuple(names or ()))
+        result = command.collect(request)
         _show(as_json, result.to_dict(), "explanation", result, tensors=tensors)
 
 
