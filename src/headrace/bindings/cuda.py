@@ -289,11 +289,12 @@ class CudaRuntime:
             self.set_device(before)
 
     def _copy(self, copies: Sequence[Copy], stream: int, direction: _Direction) -> None:
-        # CUDA takes no batch on the legacy stream.
-        alone = self._batch_attributes is None or stream in (0, LEGACY_STREAM)
-        if alone or len(copies) < _BATCH_COPIES:
+        if len(copies) < _BATCH_COPIES or not self._takes_batches(stream):
+            fast = direction.driver_call
             for copy in copies:
-                self._copy_one(*copy, stream, direction)
+                # Without a driver, or where its call failed: the runtime's gives the error a name.
+                if fast is None or fast(*copy, stream):
+                    self._copy_by_runtime(*copy, stream, direction)
             return
         destinations, sources, lengths = (list(column) for column in zip(*copies, strict=True))
         answer = self._runtime.cudaMemcpyBatchAsync(
@@ -301,13 +302,13 @@ class CudaRuntime:
         )
         self._check("cudaMemcpyBatchAsync", answer)
 
-    def _copy_one(
+    def _takes_batches(self, stream: int) -> bool:
+        """Whether CUDA takes batches at all, and here: it takes none on the legacy stream."""
+        return self._batch_attributes is not None and stream not in (0, LEGACY_STREAM)
+
+    def _copy_by_runtime(
         self, destination: int, source: int, nbytes: int, stream: int, direction: _Direction
     ) -> None:
-        fast = direction.driver_call
-        if fast is not None and fast(destination, source, nbytes, stream) == 0:
-            return
-        # Without a driver, or where its call failed: the runtime's gives the error and its name.
         answer = self._runtime.cudaMemcpyAsync(destination, source, nbytes, direction.kind, stream)
         self._check("cudaMemcpyAsync", answer)
 

@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import repeat
+from itertools import chain, repeat
 from typing import NamedTuple, Protocol
 
 from headrace.bindings.cuda import Copy
@@ -48,13 +48,14 @@ class Job(NamedTuple):
 
     def copies(self, buffers: Sequence[Buffer], base: int) -> list[Copy]:
         """Copies to the GPU, out of host memory in which file offset 0 would lie at `base`."""
+        transfer, start, stop = self
+        if len(transfer.pieces) == 1:  # nothing to search, as for each of the blocks of a raw file
+            piece = transfer.pieces[0]
+            gpu = buffers[piece.buffer].pointer + piece.buffer_offset
+            return [(gpu + start - piece.file_offset, base + start, stop - start)]
         return [
-            (
-                buffers[piece.buffer].pointer + piece.buffer_offset,
-                base + piece.file_offset,
-                piece.nbytes,
-            )
-            for piece in self.pieces()
+            (buffers[buffer].pointer + buffer_offset, base + file_offset, nbytes)
+            for file_offset, nbytes, buffer, buffer_offset in self.pieces()
         ]
 
 
@@ -152,18 +153,19 @@ class Engine(Protocol):
 class Jobs:
     """Jobs that workers take one after the other, until there are none or one of them failed.
 
-    Transfers are cut at the multiples of the block size in the file. What waits is a pair for each
-    job, made without a line of Python, so that the first read starts at once; a deque gives each
-    pair to one thread only.
+    Transfers are cut at the multiples of the block size in the file. What waits is a triple for
+    each job, made without a line of Python, so that the first read starts at once; a deque gives
+    each triple to one thread only.
     """
 
     def __init__(self, transfers: Iterable[Transfer], block_nbytes: int) -> None:
-        self._block_nbytes = block_nbytes
-        self._waiting: deque[tuple[Transfer, int]] = deque()
+        self._waiting: deque[tuple[Transfer, int, int]] = deque()
         for transfer in transfers:
             whole = transfer.file_range
-            starts = range(align_down(whole.start, block_nbytes), whole.stop, block_nbytes)
-            self._waiting.extend(zip(repeat(transfer), starts))
+            second = align_down(whole.start, block_nbytes) + block_nbytes
+            cuts = range(second, whole.stop, block_nbytes)
+            starts, stops = chain([whole.start], cuts), chain(cuts, [whole.stop])
+            self._waiting.extend(zip(repeat(transfer), starts, stops))
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -171,15 +173,9 @@ class Jobs:
     def take(self) -> Job | None:
         """Give out the next job; None when there are no more."""
         try:
-            transfer, start = self._waiting.popleft()
+            return Job(*self._waiting.popleft())
         except IndexError:
             return None
-        pieces = transfer.pieces
-        return Job(
-            transfer,
-            max(start, pieces[0].file_offset),
-            min(start + self._block_nbytes, pieces[-1].file_stop),
-        )
 
     def stop(self) -> None:
         """Give out no more jobs."""

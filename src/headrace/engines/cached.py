@@ -43,9 +43,10 @@ class CachedWriter:
         """See `Engine.run`."""
 
         def spill(job: Job, block: Block) -> int:
-            lead = job.start % cargo.block_nbytes
-            view = block.view[lead : lead + job.stop - job.start]
-            cargo.sinks[job.transfer.source].write([view], job.start)
+            transfer, start, stop = job
+            lead = start % cargo.block_nbytes
+            view = block.view[lead : lead + stop - start]
+            cargo.sinks[transfer.source].write([view], start)
             return 0
 
         return total(
@@ -57,9 +58,10 @@ class CachedWriter:
 
 
 def _fill(sources: Sequence[Source], job: Job, block: Block) -> int:
-    source = sources[job.transfer.source]
-    clean = job.transfer.keep_clean and source.holds_nothing(job.start, job.stop)
-    source.read([block.view[: job.stop - job.start]], job.start)
+    transfer, start, stop = job
+    source = sources[transfer.source]
+    clean = transfer.keep_clean and source.holds_nothing(start, stop)
+    source.read([block.view[: stop - start]], start)
     if clean:
-        source.forget(job.start, job.stop)
-    return job.start
+        source.forget(start, stop)
+    return start

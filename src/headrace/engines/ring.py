@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from time import perf_counter
 
 from headrace.bindings.cuda import Cuda
 from headrace.engines.base import Cargo, Job, Jobs, Tally, run_workers
@@ -99,9 +99,13 @@ class Ring:
             ):
                 self._wait_if_unlocked(cargo.fence)
                 for slot in self._free_slots(lane, jobs, cargo.workers, give_back):
-                    self._move_one(slot, jobs, fill, is_aligned, cargo.buffers, tally)
-                    if not jobs:
+                    job = jobs.take()
+                    if job is None:
                         return
+                    moved = self._move_one(job, slot, fill, cargo.buffers, tally)
+                    tally.moved_nbytes += moved
+                    if not is_aligned(job):
+                        tally.unaligned_nbytes += moved
 
         return run_workers(work, cargo)
 
@@ -196,30 +200,23 @@ class Ring:
             yield slot
 
     def _move_one(
-        self,
-        slot: Slot,
-        jobs: Jobs,
-        fill: Fill,
-        is_aligned: IsAligned,
-        buffers: Sequence[Buffer],
-        tally: Tally,
-    ) -> None:
-        """Move the next job, if there is one, through a slot."""
-        job = jobs.take()
-        if job is None:
-            return
-        began = time.perf_counter()
-        base = slot.block.pointer - fill(job, slot.block)
-        tally.file_seconds += time.perf_counter() - began
+        self, job: Job, slot: Slot, fill: Fill, buffers: Sequence[Buffer], tally: Tally
+    ) -> int:
+        """Move a job through a slot; how many wanted bytes it had."""
+        block = slot.block
+        began = perf_counter()
+        base = block.pointer - fill(job, block)
+        tally.file_seconds += perf_counter() - began
         copies = job.copies(buffers, base)
         self._cuda.copy_to_device(copies, slot.stream)
-        moved = sum(nbytes for _, _, nbytes in copies)
-        tally.moved_nbytes += moved
-        tally.unaligned_nbytes += 0 if is_aligned(job) else moved
+        moved = 0
+        for _, _, nbytes in copies:
+            moved += nbytes
+        return moved
 
 
 def _spill_one(spill: Spill, job: Job, block: Block, tally: Tally) -> None:
-    began = time.perf_counter()
+    began = perf_counter()
     tally.unaligned_nbytes += spill(job, block)
-    tally.file_seconds += time.perf_counter() - began
+    tally.file_seconds += perf_counter() - began
     tally.moved_nbytes += job.stop - job.start

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, replace
 from operator import attrgetter
+from typing import NamedTuple
 
 from headrace.types import ByteRange, Route
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Bytes of a file that go to one place of one buffer."""
+class Piece(NamedTuple):
+    """Bytes of a file that go to one place of one buffer.
+
+    A tuple: one is made for each window that is moved, with the interpreter lock held.
+    """
 
     file_offset: int
     """First byte in the file."""
@@ -116,18 +119,24 @@ def cut(pieces: tuple[Piece, ...], start: int, stop: int) -> list[Piece]:
     start, stop
         Window, in bytes of the file.
     """
-    first = bisect_right(pieces, start, key=_file_offset) - 1 if len(pieces) > 1 else 0
-    inside = []
-    for index in range(max(first, 0), len(pieces)):
-        piece = pieces[index]
-        lower = max(piece.file_offset, start)
-        upper = min(piece.file_stop, stop)
-        if lower < upper:
-            into = piece.buffer_offset + lower - piece.file_offset
-            inside.append(Piece(lower, upper - lower, piece.buffer, into))
-        if piece.file_stop >= stop:
-            break
-    return inside
+    beyond = bisect_left(pieces, stop, key=_file_offset)
+    if not beyond:
+        return []
+    last = pieces[beyond - 1]
+    if last.file_offset <= start:  # as it is for most windows of large tensors
+        return _part(last, start, stop)
+    first = bisect_right(pieces, start, 0, beyond - 1, key=_file_offset) - 1
+    head = _part(pieces[first], start, stop) if first >= 0 else []
+    return [*head, *pieces[first + 1 : beyond - 1], *_part(last, start, stop)]
 
 
 _file_offset = attrgetter("file_offset")
+
+
+def _part(piece: Piece, start: int, stop: int) -> list[Piece]:
+    """The part of a piece inside a window, if there is any."""
+    file_offset, nbytes, buffer, buffer_offset = piece
+    lower, upper = max(file_offset, start), min(file_offset + nbytes, stop)
+    if lower >= upper:
+        return []
+    return [Piece(lower, upper - lower, buffer, buffer_offset + lower - file_offset)]

@@ -7,14 +7,14 @@ import os
 import stat
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import ParamSpec, TypeVar
+from typing import TypeVar, TypeVarTuple
 
 from headrace.bindings.posix import Files, FileStatus
 from headrace.memory.alignment import align_down
 
 _IOV_MAX = 1024  # most buffers of one preadv(2) or pwritev(2) on Linux
 
-_Arguments = ParamSpec("_Arguments")
+_Arguments = TypeVarTuple("_Arguments")
 _Result = TypeVar("_Result")
 _Move = Callable[[int, Sequence[memoryview], int], int]
 
@@ -141,16 +141,11 @@ class OpenFile(ABC):
             resumed = align_down(done + count, alignment)
             done = resumed if resumed > done else done + count
 
-    def _named(
-        self,
-        call: Callable[_Arguments, _Result],
-        *arguments: _Arguments.args,
-        **named: _Arguments.kwargs,
-    ) -> _Result:
+    def _named(self, call: Callable[[*_Arguments], _Result], *arguments: *_Arguments) -> _Result:
         """Make a call until no signal interrupts it; an error of it names the file."""
         while True:
             try:
-                return call(*arguments, **named)
+                return call(*arguments)
             except InterruptedError:
                 continue
             except OSError as error:
