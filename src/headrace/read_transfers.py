@@ -11,7 +11,7 @@ from headrace.engines.lanes import Fence
 from headrace.errors import SourceChanged
 from headrace.formats.catalog import TensorSpec
 from headrace.memory.buffer import Buffer
-from headrace.planning.effort import choose_workers
+from headrace.planning.effort import choose_block, choose_workers
 from headrace.planning.plan import Plan, Rejection
 from headrace.planning.planner import make_plan
 from headrace.probing.machine import storage_read_nbytes
@@ -107,7 +107,7 @@ class ReadTransfers(Transfers):
             sources=found.sources,
             buffers=buffers,
             workers=choose_workers(self._options, found.machine, device, found.nbytes),
-            block_nbytes=self._options.block_nbytes,
+            block_nbytes=choose_block(self._options, device),
             fence=fence,
         )
 
