@@ -7,7 +7,7 @@ import functools
 import logging
 import os
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -15,6 +15,7 @@ from headrace.bindings.cuda import Cuda
 from headrace.bindings.posix import Files, PosixFiles
 from headrace.bindings.sysfs import Linux, System
 from headrace.equipment import Bindings, Equipment
+from headrace.memory.buffer import Buffer
 from headrace.observers import Observers, process_observers
 from headrace.options import Options
 from headrace.planning.plan import Rejection
@@ -186,6 +187,21 @@ class Context:
         with self._use():
             done = self._writes.run(delivery, forced, progress)
         return self._publish(*done)
+
+    def digest(
+        self, buffers: Sequence[Buffer], *, progress: OnProgress | None = None
+    ) -> tuple[str, ...]:
+        """XXH3-64 of buffers on any devices, in 16 hexadecimal digits each, without a copy of them.
+
+        What is queued on the buffers' streams comes first.
+
+        Raises
+        ------
+        ImportError, DeviceError, ValueError
+            ``xxhash`` is not installed; the GPU refused; the context is closed.
+        """
+        with self._use():
+            return self._reads.digest(buffers, progress).by_buffer
 
     def explain(self, want: Want, device: Device, *, route: str = "auto") -> Explanation:
         """Say what `transfer` would do; reads headers and facts, no payload.

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from headrace.engines.base import Cargo, Engine, Stats
 from headrace.engines.lanes import Fence
 from headrace.errors import SourceChanged
 from headrace.formats.catalog import TensorSpec
+from headrace.formats.checksums import StoredChecksum, compare_checksums, find_checksums
 from headrace.memory.buffer import Buffer
 from headrace.planning.effort import choose_workers
 from headrace.planning.plan import Plan, Rejection
@@ -33,6 +34,16 @@ Allocate = Callable[[tuple[TensorSpec, ...]], Sequence[Buffer]]
 """Makes a destination for each tensor, in order."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Checked:
+    """What was compared with checksums."""
+
+    nbytes: int = 0
+    """Bytes whose checksum was right."""
+    cpu_seconds: float = 0.0
+    """User and system seconds of the threads that hashed them."""
+
+
 class ReadTransfers(Transfers):
     """Plans reads and lets the engines do them."""
 
@@ -49,11 +60,17 @@ class ReadTransfers(Transfers):
         See `headrace.context.Context.transfer` for parameters and errors.
         """
         watch = Stopwatch()
+        if want.verify:
+            from headrace.engines.checksum import load_xxh3
+
+            load_xxh3()  # what cannot be verified is not even read
         with contextlib.ExitStack() as stack:
             with watch.stage("open"):
                 files = self._equipment.bindings.files
                 sources = stack.enter_context(open_sources(want.paths, files))
-                wanted = select(want.describe(sources), want.names)
+                catalogs = want.describe(sources)
+                wanted = select(catalogs, want.names)
+                stored = find_checksums(catalogs, wanted) if want.verify else ()
             with watch.stage("plan"):
                 found, plan = self._plan(sources, wanted, device, forced)
                 plan = self._prepare(plan, [device])
@@ -68,12 +85,26 @@ class ReadTransfers(Transfers):
                 with watch.stage("verify"):
                     for source in sources:
                         source.verify_unchanged()
+                    checked = self._check(stored, buffers)
             except SourceChanged:
                 for source in sources:
                     self._equipment.forget_file(source.identity)
                 raise
             held = (self._equipment.pinned_nbytes, self._equipment.mapped_nbytes)
-        return make_report(want.label, device, plan, stats, watch, held), plan.downgrades
+        report = make_report(want.label, device, plan, stats, watch, held)
+        if want.verify:
+            cpu_seconds = report.cpu_seconds + checked.cpu_seconds
+            report = replace(report, verified_nbytes=checked.nbytes, cpu_seconds=cpu_seconds)
+        return report, plan.downgrades
+
+    def _check(self, stored: Sequence[StoredChecksum], buffers: Sequence[Buffer]) -> _Checked:
+        """Compare what arrived with the checksums of the files."""
+        if not stored:
+            return _Checked()
+        arrived = [buffers[each.index] for each in stored]
+        digests = self.digest(arrived)
+        compare_checksums(stored, digests.by_buffer)
+        return _Checked(sum(buffer.nbytes for buffer in arrived), digests.cpu_seconds)
 
     def explain(self, want: Want, device: Device, forced: Route | None) -> Explanation:
         """Say what `run` would do; reads headers and facts, no payload."""
