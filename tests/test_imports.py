@@ -19,7 +19,7 @@ TORCH_LIMIT_S = 0.020
 RUNS = 5
 HEAVY = (
     *("torch", "cupy", "cuda", "jax", "rich", "typer", "click", "ml_dtypes", "safetensors"),
-    *("pytest", "hypothesis", "kvikio"),
+    *("xxhash", "pytest", "hypothesis", "kvikio"),
 )
 
 TIME = """

@@ -77,6 +77,7 @@ class Context:
         self._reads = ReadTransfers(self._equipment, self.options)
         self._writes = WriteTransfers(self._equipment, self.options)
         self._snapshots = SnapshotTransfers(self._equipment, self.options)
+        self.request = functools.partial(make_request, load_cuda=self.load_cuda)
         self._publisher = Publisher(self.observers)
         self._closed = False
         self._forget_parent()
@@ -199,29 +200,6 @@ class Context:
             done = self._writes.run(delivery, forced, progress)
         return self._publisher.publish(*done)
 
-    def request(
-        self,
-        call: str,
-        buffer: Any,
-        path: PathLike,
-        *,
-        file_offset: int,
-        nbytes: int | None,
-        stream: Any,
-        writable: bool = True,
-    ) -> Request:
-        """Check what one buffer and one stretch of a file ask for; see `make_request`."""
-        return make_request(
-            call,
-            buffer,
-            path,
-            file_offset=file_offset,
-            nbytes=nbytes,
-            stream=stream,
-            load_cuda=self.load_cuda,
-            writable=writable,
-        )
-
     def read(self, request: Request, *, route: str = "auto") -> Report:
         """Read a stretch of a file into a buffer; see `headrace.read_into`."""
         want, buffer = request.want(), request.buffer
@@ -340,6 +318,21 @@ class Context:
             raise
         future.on_end(lambda: self._equipment.forget(fence))
         return future
+
+    def digest(
+        self, buffers: Sequence[Buffer], *, progress: OnProgress | None = None
+    ) -> tuple[str, ...]:
+        """XXH3-64 of buffers on any devices, in 16 hexadecimal digits each, without a copy of them.
+
+        What is queued on the buffers' streams comes first.
+
+        Raises
+        ------
+        ImportError, DeviceError, ValueError
+            ``xxhash`` is not installed; the GPU refused; the context is closed.
+        """
+        with self._use():
+            return self._reads.digest(buffers, progress).by_buffer
 
     def explain(self, want: Want, device: Device, *, route: str = "auto") -> Explanation:
         """Say what `transfer` would do; reads headers and facts, no payload.

@@ -31,6 +31,7 @@ from headrace.types import Device, Route
 
 if TYPE_CHECKING:
     from headrace.bindings.cufile import CuFile
+    from headrace.engines.checksum import Digests
     from headrace.engines.gds_session import GdsLease, GdsSession
     from headrace.probing.examination import Instruments
 
@@ -238,6 +239,23 @@ class Equipment:
             registrations=lease.registrations,
             strict=self._options.strict,
         )
+
+    def digest(self, cargo: Cargo) -> Digests:
+        """Checksums of a cargo's buffers, which may be on several devices.
+
+        Raises
+        ------
+        ImportError
+            ``xxhash`` is not installed.
+        DeviceError
+            The GPU refused.
+        """
+        from headrace.engines.checksum import digest
+
+        gpus = {b.device.index for b in cargo.buffers if b.nbytes and not b.device.is_host}
+        for gpu in gpus:
+            self.prepare_ring(gpu)
+        return digest(cargo, self._borrow_ring() if gpus else None)
 
     @property
     def pinned_nbytes(self) -> int:

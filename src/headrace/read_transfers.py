@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from headrace.engines.base import Cargo, Engine, Stats
 from headrace.engines.lanes import Fence
 from headrace.errors import SourceChanged
-from headrace.formats.catalog import TensorSpec
+from headrace.formats.catalog import Catalog, TensorSpec
+from headrace.formats.checksums import StoredChecksum, compare_checksums, find_checksums
 from headrace.memory.buffer import Buffer
 from headrace.planning.effort import choose_block, choose_workers
 from headrace.planning.plan import Plan, Rejection
@@ -31,6 +32,21 @@ from headrace.types import Device, Route
 
 Allocate = Callable[[tuple[TensorSpec, ...]], Sequence[Buffer]]
 """Makes a destination for each tensor, in order."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Compared:
+    """What was compared with checksums."""
+
+    nbytes: int | None = None
+    """Bytes whose checksum was right; None if nobody asked."""
+    cpu_seconds: float = 0.0
+    """User and system seconds of the threads that hashed them."""
+
+    def added_to(self, report: Report) -> Report:
+        """The report of the whole read."""
+        cpu_seconds = report.cpu_seconds + self.cpu_seconds
+        return replace(report, cpu_seconds=cpu_seconds, verified_nbytes=self.nbytes)
 
 
 class ReadTransfers(Transfers):
@@ -55,7 +71,9 @@ class ReadTransfers(Transfers):
             with watch.stage("open"):
                 files = self._equipment.bindings.files
                 sources = stack.enter_context(open_sources(want.paths, files))
-                wanted = select(want.describe(sources), want.names)
+                catalogs = want.describe(sources)
+                wanted = select(catalogs, want.names)
+                stored = _find_stored(catalogs, wanted) if want.verify else None
             with watch.stage("plan"):
                 found, plan = self._plan(sources, wanted, device, forced)
                 plan = self._prepare(plan, [device])
@@ -69,14 +87,30 @@ class ReadTransfers(Transfers):
                     order = Order(cargo, found.volumes, forced, self._equipment.engine)
                     stats, plan = self._dispatch(plan, order, progress)
                 with watch.stage("verify"):
-                    for source in sources:
-                        source.verify_unchanged()
+                    compared = self._verify(sources, stored, buffers)
             except SourceChanged:
                 for source in sources:
                     self._equipment.forget_file(source.identity)
                 raise
             held = (self._equipment.pinned_nbytes, self._equipment.mapped_nbytes)
-        return make_report(want.label, device, plan, stats, watch, held), plan.downgrades
+        report = make_report(want.label, device, plan, stats, watch, held)
+        return compared.added_to(report), plan.downgrades
+
+    def _verify(
+        self,
+        sources: Sequence[Source],
+        stored: Sequence[StoredChecksum] | None,
+        buffers: Sequence[Buffer],
+    ) -> _Compared:
+        """Make sure of the files and, where that is wanted, compare what arrived with checksums."""
+        for source in sources:
+            source.verify_unchanged()
+        if stored is None:
+            return _Compared()
+        arrived = [buffers[each.index] for each in stored]
+        digests = self.digest(arrived)
+        compare_checksums(stored, digests.by_buffer)
+        return _Compared(sum(buffer.nbytes for buffer in arrived), digests.cpu_seconds)
 
     def explain(self, want: Want, device: Device, forced: Route | None) -> Explanation:
         """Say what `run` would do; reads headers and facts, no payload."""
@@ -121,6 +155,16 @@ class ReadTransfers(Transfers):
         read = format_nbytes(after - before)
         evidence = f"{stats.evidence}; block devices gave this process {read} meanwhile"
         return replace(stats, evidence=evidence)
+
+
+def _find_stored(
+    catalogs: Sequence[Catalog], wanted: Sequence[Sequence[TensorSpec]]
+) -> tuple[StoredChecksum, ...]:
+    """Checksums of wanted tensors, once it is sure that they can be compared."""
+    from headrace.engines.checksum import load_xxh3
+
+    load_xxh3()
+    return find_checksums(catalogs, wanted)
 
 
 def _mark_clean(plan: Plan, sources: Sequence[Source]) -> None:

@@ -80,7 +80,7 @@ def make_request(
     nbytes: int | None,
     stream: Any,
     load_cuda: LoadCuda,
-    writable: bool,
+    writable: bool = True,
 ) -> Request:
     """Check what a caller asks for; nothing is opened.
 

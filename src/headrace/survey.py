@@ -46,6 +46,8 @@ class Want:
     """Reads their catalogs, once they are open."""
     names: frozenset[str] | None = None
     """Only these tensors; None for all."""
+    verify: bool = False
+    """Compare the bytes that arrive with the checksums that the files store."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +94,19 @@ class Survey:
         return tuple(facts)
 
 
-def want_checkpoint(source: SourceLike, names: Sequence[str] | None = None) -> Want:
+def want_checkpoint(
+    source: SourceLike, names: Sequence[str] | None = None, *, verify: bool = False
+) -> Want:
     """Want the tensors of safetensors files: a file, a directory, an index or a list.
+
+    Parameters
+    ----------
+    source
+        The files.
+    names
+        Only these tensors; None for all.
+    verify
+        Compare those whose file stores a checksum with it, once their bytes have arrived.
 
     Raises
     ------
@@ -110,7 +123,7 @@ def want_checkpoint(source: SourceLike, names: Sequence[str] | None = None) -> W
             raise SourceChanged(errno.ESTALE, what, label)
         return catalogs
 
-    return Want(label, paths, describe, chosen)
+    return Want(label, paths, describe, chosen, verify)
 
 
 def want_any(source: SourceLike, *, raw: bool = False, names: Sequence[str] | None = None) -> Want:

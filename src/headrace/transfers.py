@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from headrace.bindings.posix import DirectAlignment
 from headrace.engines.base import Cargo, Engine, Stats
@@ -13,12 +14,17 @@ from headrace.equipment import Equipment
 from headrace.errors import RouteUnavailable
 from headrace.memory.buffer import Buffer
 from headrace.options import Options
+from headrace.planning.effort import choose_workers
 from headrace.planning.plan import Plan, Rejection, Transfer
 from headrace.probing.fact import Fact
+from headrace.probing.machine import probe_machine
 from headrace.probing.volume import VolumeFacts
 from headrace.progress import Odometer, OnProgress
 from headrace.survey import GpuProbes
-from headrace.types import Device, Route
+from headrace.types import HOST, Device, Route
+
+if TYPE_CHECKING:
+    from headrace.engines.checksum import Digests
 
 MakeEngine = Callable[[Route, Device, Sequence[DirectAlignment]], Engine]
 """Gives the engine of a route for memory of a device."""
@@ -52,6 +58,23 @@ class Transfers:
     def __init__(self, equipment: Equipment, options: Options) -> None:
         self._equipment = equipment
         self._options = options
+
+    def digest(self, buffers: Sequence[Buffer], progress: OnProgress | None = None) -> Digests:
+        """Checksums of buffers; see `headrace.context.Context.digest`."""
+        nbytes = sum(buffer.nbytes for buffer in buffers)
+        machine = probe_machine(self._equipment.bindings.system)
+        device = next((b.device for b in buffers if not b.device.is_host), HOST)
+        with self._equipment.fence(buffers) as fence:
+            cargo = Cargo(
+                transfers=(),
+                sources=(),
+                buffers=buffers,
+                workers=choose_workers(self._options, machine, device, nbytes),
+                block_nbytes=self._options.block_nbytes,
+                fence=fence,
+                on_progress=Odometer(progress, nbytes).of_leg(0) if progress else None,
+            )
+            return self._equipment.digest(cargo)
 
     def _probes(self, device: Device, forced: Route | None) -> GpuProbes:
         """What is known of a device, as far as it is a GPU."""

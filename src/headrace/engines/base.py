@@ -7,8 +7,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain, repeat
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 from headrace.bindings.cuda import Copy
 from headrace.engines.lanes import Fence
@@ -186,18 +187,31 @@ Work = Callable[[Jobs, Tally], None]
 """What one worker does: take jobs until there are no more, and tally them."""
 
 
-class _Crew:
-    """Workers on the same jobs.
+class Tasks(Protocol):
+    """What workers share out among themselves, such as `Jobs`."""
 
-    A worker signs on before it touches any memory, and nobody signs on once the jobs are stopped:
+    def __len__(self) -> int:
+        """How many tasks wait."""
+
+    def stop(self) -> None:
+        """Give out no more of them."""
+
+
+TasksT = TypeVar("TasksT", bound=Tasks)
+
+
+class _Crew:
+    """Workers on the same tasks.
+
+    A worker signs on before it touches any memory, and nobody signs on once the tasks are stopped:
     so when nobody is at work after `stop`, nothing writes any more. Joining the threads could not
     tell: an interrupted `Thread.join` takes a running thread for an ended one (before Python 3.13),
     and an interrupted `Thread.start` leaves it open whether there is a thread.
     """
 
-    def __init__(self, work: Work, jobs: Jobs) -> None:
+    def __init__(self, work: Callable[[Tally], None], tasks: Tasks) -> None:
         self._work = work
-        self._jobs = jobs
+        self._tasks = tasks
         self._at_work = 0
         self._stopped = False
         self._changed = threading.Condition()
@@ -223,7 +237,7 @@ class _Crew:
             self._at_work += 1
             self.tallies.append(tally)
         try:
-            self._work(self._jobs, tally)
+            self._work(tally)
         except BaseException as failure:  # noqa: BLE001 (raised again by the thread that waits)
             self.failures.append(failure)
             self.stop()
@@ -234,10 +248,10 @@ class _Crew:
         return tally
 
     def stop(self) -> None:
-        """Give out no more jobs, and let nobody else sign on."""
+        """Give out no more tasks, and let nobody else sign on."""
         with self._changed:
             self._stopped = True
-            self._jobs.stop()
+            self._tasks.stop()
 
     def wait(self, count: int, on_progress: OnProgress | None) -> None:
         """Wait until `count` workers have come and all have gone, or all have gone after `stop`."""
@@ -274,9 +288,23 @@ def run_workers(work: Work, cargo: Cargo) -> list[Tally]:
     BaseException
         The first failure of a worker, or KeyboardInterrupt, once nobody is at work any more.
     """
-    jobs = Jobs(cargo.transfers, cargo.block_nbytes)
-    crew = _Crew(work, jobs)
-    count = min(cargo.workers, len(jobs))
+    return share_out(work, Jobs(cargo.transfers, cargo.block_nbytes), cargo)
+
+
+def share_out(work: Callable[[TasksT, Tally], None], tasks: TasksT, cargo: Cargo) -> list[Tally]:
+    """Let threads work off tasks of any kind; see `run_workers`.
+
+    Parameters
+    ----------
+    work
+        Body of each worker: take tasks until there are no more, and tally them.
+    tasks
+        What to do; there are no more workers than tasks.
+    cargo
+        Its worker limit and progress callback are used.
+    """
+    crew = _Crew(partial(work, tasks), tasks)
+    count = min(cargo.workers, len(tasks))
     if count == 1 and not cargo.on_progress:
         crew.labour_here()  # a thread would only add to the latency of a small read
     else:

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from time import perf_counter
+from typing import NamedTuple
 
 from headrace.bindings.cuda import Cuda
 from headrace.engines.base import Cargo, Job, Jobs, Tally, run_workers
@@ -29,6 +32,21 @@ The block stands for the file from the multiple of `Cargo.block_nbytes` at or be
 
 IsAligned = Callable[[Job], bool]
 """Whether a job's window is aligned for the route as it is."""
+
+
+class Part(NamedTuple):
+    """Consecutive bytes of one buffer."""
+
+    buffer: int
+    """Index of the buffer."""
+    start: int
+    """First byte in it."""
+    nbytes: int
+    """Length; at least 1."""
+
+
+Use = Callable[[Part, memoryview], None]
+"""Does something with bytes of a buffer, which are in host memory until it returns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +116,8 @@ class Ring:
                 self._lanes.borrow(device, cargo.fence) as lane,
             ):
                 self._wait_if_unlocked(cargo.fence)
-                for slot in self._free_slots(lane, jobs, cargo.workers, give_back):
+                is_worth_more = partial(_is_job_for_each, jobs, cargo.workers)
+                for slot in self._free_slots(lane, is_worth_more, give_back):
                     job = jobs.take()
                     if job is None:
                         return
@@ -131,7 +150,8 @@ class Ring:
                 self._lanes.borrow(device, cargo.fence) as lane,
             ):
                 self._wait_if_unlocked(cargo.fence)
-                for slot in self._free_slots(lane, jobs, cargo.workers, give_back):
+                is_worth_more = partial(_is_job_for_each, jobs, cargo.workers)
+                for slot in self._free_slots(lane, is_worth_more, give_back):
                     if slot.stream in filled:
                         _spill_one(spill, filled.pop(slot.stream), slot.block, tally)
                     job = jobs.take()
@@ -144,6 +164,44 @@ class Ring:
                         return
 
         return run_workers(work, cargo)
+
+    def bring(self, device: int, cargo: Cargo, batches: Iterator[Sequence[Part]], use: Use) -> None:
+        """Bring parts of buffers from the GPU into host memory, for one worker to use in order.
+
+        While one batch is used, the copies of the next are under way.
+
+        Parameters
+        ----------
+        device
+            Where the parts are.
+        cargo
+            Its buffers and fence are used.
+        batches
+            Parts that share a block: no more bytes than one has.
+        use
+            What to do with each part.
+        """
+        filled: dict[int, Sequence[Part]] = {}  # by stream
+        with contextlib.ExitStack() as give_back, self._lanes.borrow(device, cargo.fence) as lane:
+            self._wait_if_unlocked(cargo.fence)
+            upcoming = deque(itertools.islice(batches, 1))
+            for slot in self._free_slots(lane, lambda: bool(upcoming), give_back):
+                for part, offset in _side_by_side(filled.pop(slot.stream, ())):
+                    use(part, slot.block.view[offset : offset + part.nbytes])
+                if upcoming:
+                    filled[slot.stream] = batch = upcoming.popleft()
+                    copies = [
+                        (
+                            slot.block.pointer + offset,
+                            cargo.buffers[part.buffer].pointer + part.start,
+                            part.nbytes,
+                        )
+                        for part, offset in _side_by_side(batch)
+                    ]
+                    self._cuda.copy_to_host(copies, slot.stream)
+                    upcoming.extend(itertools.islice(batches, 1))
+                elif not filled:
+                    return
 
     @contextlib.contextmanager
     def fetch(self, device: int, pointer: int, nbytes: int) -> Iterator[memoryview]:
@@ -177,19 +235,19 @@ class Ring:
                 self._cuda.synchronize_event(event)
 
     def _free_slots(
-        self, lane: Lane, jobs: Jobs, workers: int, give_back: contextlib.ExitStack
+        self, lane: Lane, is_worth_more: Callable[[], bool], give_back: contextlib.ExitStack
     ) -> Iterator[Slot]:
         """Slots that nothing uses, without end: new ones at first, then the oldest again.
 
-        A further slot is made only while there is a job for each worker, so that a transfer of
-        few jobs never takes more blocks than it has jobs.
+        A further slot is made only where it is worth it, so that a transfer of few jobs never takes
+        more blocks than it has jobs.
         """
         slots: list[Slot] = []
         for stream in lane.streams:
             if not slots:
                 block: Block | None = self.pool.take()
             else:
-                block = self.pool.try_take() if len(jobs) >= workers else None
+                block = self.pool.try_take() if is_worth_more() else None
             if block is None:
                 break
             give_back.callback(self.pool.give_back, block)
@@ -213,6 +271,18 @@ class Ring:
         for _, _, nbytes in copies:
             moved += nbytes
         return moved
+
+
+def _is_job_for_each(jobs: Jobs, workers: int) -> bool:
+    return len(jobs) >= workers
+
+
+def _side_by_side(parts: Iterable[Part]) -> Iterator[tuple[Part, int]]:
+    """Parts, each with its first byte in the block that they share."""
+    offset = 0
+    for part in parts:
+        yield part, offset
+        offset += part.nbytes
 
 
 def _spill_one(spill: Spill, job: Job, block: Block, tally: Tally) -> None:
