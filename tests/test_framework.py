@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,8 @@ import headrace as hr
 from headrace import framework
 from headrace.formats.catalog import TensorSpec
 from headrace.formats.dtypes import dtype_name, numpy_dtype
+from headrace.framework import StreamOf, Taken
+from headrace.memory.buffer import Buffer
 from headrace.testing import FakeCuda, FakeDeviceArray, FaultyFiles
 from headrace.testing.faulty_files import pages_where
 from headrace.types import Device
@@ -30,6 +32,7 @@ class Library:
         self.cuda = cuda
         self.stream = stream
         self.made: list[TensorSpec] = []
+        self.entered: list[tuple[int | None, Device]] = []
         self.fails_at = -1
 
     def parse_device(self, device: Any) -> Device:
@@ -40,6 +43,25 @@ class Library:
 
     def current_stream(self, device: Device) -> int | None:
         return self.stream
+
+    def on_stream(
+        self, stream: int | None, device: Device
+    ) -> contextlib.AbstractContextManager[object]:
+        self.entered.append((stream, device))
+        return contextlib.nullcontext()
+
+    def memory(
+        self, array: FakeDeviceArray, stream_of: StreamOf, what: str = "the array"
+    ) -> Buffer:
+        device = Device("cuda", self.cuda.pointer_device(array.pointer) or 0)
+        return Buffer(array.pointer, array.nbytes, device, array, stream_of(device))
+
+    def take(self, tensors: Mapping[str, FakeDeviceArray], stream_of: StreamOf) -> list[Taken]:
+        framework.check_mapping(tensors, FakeDeviceArray)
+        return [
+            Taken(name, "U8", (array.nbytes,), self.memory(array, stream_of))
+            for name, array in tensors.items()
+        ]
 
     def empty(self, spec: TensorSpec, device: Device) -> FakeDeviceArray:
         if len(self.made) == self.fails_at:

@@ -46,6 +46,8 @@ class Want:
     """Reads their catalogs, once they are open."""
     names: frozenset[str] | None = None
     """Only these tensors; None for all."""
+    verify: bool = False
+    """Whether the bytes are compared with the checksums that their files have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +94,9 @@ class Survey:
         return tuple(facts)
 
 
-def want_checkpoint(source: SourceLike, names: Sequence[str] | None = None) -> Want:
+def want_checkpoint(
+    source: SourceLike, names: Sequence[str] | None = None, *, verify: bool = False
+) -> Want:
     """Want the tensors of safetensors files: a file, a directory, an index or a list.
 
     Raises
@@ -110,7 +114,7 @@ def want_checkpoint(source: SourceLike, names: Sequence[str] | None = None) -> W
             raise SourceChanged(errno.ESTALE, what, label)
         return catalogs
 
-    return Want(label, paths, describe, chosen)
+    return Want(label, paths, describe, chosen, verify)
 
 
 def want_any(source: SourceLike, *, raw: bool = False, names: Sequence[str] | None = None) -> Want:
