@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,62 +15,13 @@ import headrace as hr
 from headrace import framework
 from headrace.formats.catalog import TensorSpec
 from headrace.formats.dtypes import dtype_name, numpy_dtype
-from headrace.framework import StreamOf, Taken
-from headrace.memory.buffer import Buffer
 from headrace.testing import FakeCuda, FakeDeviceArray, FaultyFiles
 from headrace.testing.faulty_files import pages_where
 from headrace.types import Device
+from tests.library import Library
 from tests.support import PAGE, folder_with_direct, write_random
 
 MIB = 1 << 20
-
-
-class Library:
-    """A framework whose arrays live on a `FakeCuda`."""
-
-    def __init__(self, cuda: FakeCuda, stream: int | None = None) -> None:
-        self.cuda = cuda
-        self.stream = stream
-        self.made: list[TensorSpec] = []
-        self.entered: list[tuple[int | None, Device]] = []
-        self.fails_at = -1
-
-    def parse_device(self, device: Any) -> Device:
-        return Device("cuda", int(device or 0))
-
-    def dtype_name(self, dtype: Any) -> str:
-        return framework.numpy_dtype_name(dtype)
-
-    def current_stream(self, device: Device) -> int | None:
-        return self.stream
-
-    def on_stream(
-        self, stream: int | None, device: Device
-    ) -> contextlib.AbstractContextManager[object]:
-        self.entered.append((stream, device))
-        return contextlib.nullcontext()
-
-    def memory(
-        self, array: FakeDeviceArray, stream_of: StreamOf, what: str = "the array"
-    ) -> Buffer:
-        device = Device("cuda", self.cuda.pointer_device(array.pointer) or 0)
-        return Buffer(array.pointer, array.nbytes, device, array, stream_of(device))
-
-    def take(self, tensors: Mapping[str, FakeDeviceArray], stream_of: StreamOf) -> list[Taken]:
-        framework.check_mapping(tensors, FakeDeviceArray)
-        return [
-            Taken(name, "U8", (array.nbytes,), self.memory(array, stream_of))
-            for name, array in tensors.items()
-        ]
-
-    def empty(self, spec: TensorSpec, device: Device) -> FakeDeviceArray:
-        if len(self.made) == self.fails_at:
-            raise MemoryError(f"no room for {spec.name}")
-        self.made.append(spec)
-        return FakeDeviceArray(self.cuda, spec.file_range.nbytes, device.index)
-
-    def pointer(self, array: FakeDeviceArray) -> int:
-        return array.pointer
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from headrace.context import Context, default_context
 from headrace.errors import FormatError
 from headrace.formats.checkpoint import DEFAULT_INDEX, Index, read_checkpoint, read_index
 from headrace.formats.shards import shard_index, split_shards
-from headrace.framework import Array, Framework, ShownProgress, shown
+from headrace.framework import Array, Framework, ShownProgress, Taken, shown
 from headrace.report import Report
 from headrace.saving import Content, Manner, describe, fill, prepare, take
 from headrace.storage.replacement import CANNOT_LOCK, Replacement, remove_stale
@@ -56,7 +56,7 @@ class _Old:
     @property
     def has_any_index(self) -> bool:
         """Whether an index decides what is read, and not which files there are."""
-        return any(name.endswith(_INDEX) for name in self.names)
+        return any(name.endswith(_INDEX) and name[0] != "." for name in self.names)
 
 
 def save(
@@ -73,11 +73,42 @@ def save(
 ) -> Report:
     """Save tensors as a checkpoint; see ``headrace.torch.save`` for the parameters."""
     context = context or default_context()
-    taken = {each.name: each for each in take(framework, tensors, stream, context)}
+    return write_checkpoint(
+        take(framework, tensors, stream, context),
+        directory,
+        metadata,
+        manner,
+        max_shard_nbytes=max_shard_nbytes,
+        progress=progress,
+        context=context,
+    )
+
+
+def write_checkpoint(
+    taken: Sequence[Taken],
+    directory: PathLike,
+    metadata: Mapping[str, str] | None,
+    manner: Manner,
+    *,
+    max_shard_nbytes: int,
+    progress: ShownProgress,
+    context: Context,
+) -> Report:
+    """Write tensors that were taken into a directory, where they appear together or not at all.
+
+    Raises
+    ------
+    ValueError, TypeError
+        There is no tensor; as `split_shards` and `lay_out` (`FormatError`). Nothing was made.
+    OSError, RouteUnavailable, DeviceError
+        As `Replacement` and `Context.deliver`; another save into the directory is under way
+        (EBUSY).
+    """
     if not taken:
         raise ValueError("there is no tensor to save; a checkpoint has one at least")
-    shards = split_shards(describe(taken.values()), max_shard_nbytes)
-    groups = [[taken[tensor.name] for tensor in shard] for shard in shards]
+    by_name = {tensor.name: tensor for tensor in taken}
+    shards = split_shards(describe(taken), max_shard_nbytes)
+    groups = [[by_name[tensor.name] for tensor in shard] for shard in shards]
     contents = fill(groups, metadata, manner, context)
     label, files = os.fspath(directory), context.bindings.files
     _make_directory(label, files, fsync=manner.fsync)

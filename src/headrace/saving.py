@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -135,7 +135,7 @@ def fill(
     return contents
 
 
-def describe(taken: Iterable[Taken]) -> list[Described]:
+def describe(taken: Sequence[Taken]) -> list[Described]:
     """Tensors without their bytes."""
     return [Described(tensor.name, tensor.dtype, tensor.shape) for tensor in taken]
 

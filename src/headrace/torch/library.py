@@ -130,12 +130,13 @@ class Torch:
         if plain.is_conj() or plain.is_neg():
             with self.on_stream(stream, device):
                 plain = plain.resolve_conj().resolve_neg()
-        if plain.nbytes and not plain.data_ptr():
+        pointer = _address(plain)
+        if plain.nbytes and not pointer:
             raise BufferMismatch(
                 f"{what}, a {type(array).__name__}, has no memory of its own; pass a plain tensor "
                 "(of a DTensor, its .to_local() or .full_tensor())"
             )
-        return Buffer(plain.data_ptr(), plain.nbytes, device, plain, stream)
+        return Buffer(pointer, plain.nbytes, device, plain, stream)
 
     def take(self, tensors: Mapping[str, torch.Tensor], stream_of: StreamOf) -> list[Taken]:
         """See `Framework.take`; refuses what ``safetensors.torch.save_file`` refuses."""
@@ -186,8 +187,8 @@ def _find_shared(tensors: Mapping[str, torch.Tensor]) -> list[list[str]]:
     storages: dict[tuple[object, ...], list[tuple[int, int, str]]] = {}
     for name, tensor in tensors.items():
         storage = tensor.untyped_storage()
-        if tensor.numel() and storage.data_ptr():
-            key = (tensor.device, storage.data_ptr(), storage.nbytes())
+        if tensor.numel() and _address(storage):
+            key = (tensor.device, _address(storage), storage.nbytes())
             storages.setdefault(key, []).append((*_extent(tensor), name))
     groups: list[list[str]] = []
     for areas in storages.values():
@@ -198,6 +199,14 @@ def _find_shared(tensors: Mapping[str, torch.Tensor]) -> list[list[str]]:
             groups[-1].append(name)
             reach = max(reach, stop)
     return [group for group in groups if len(group) > 1]
+
+
+def _address(memory: torch.Tensor | torch.UntypedStorage) -> int:
+    """Address of the first byte; 0 where there is no memory."""
+    try:
+        return int(memory.data_ptr())
+    except RuntimeError:  # torch's answer for tensors that only stand for others
+        return 0
 
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
