@@ -170,7 +170,11 @@ def test_save_keeps_what_it_took_when_the_caller_swaps_the_memory(tmp_path: Path
             hr.BufferMismatch,
             "'a' is not contiguous",
         ),
-        ({"a": torch.zeros(2, device="meta")}, hr.BufferMismatch, "'a' is on the meta device"),
+        (
+            {"a": torch.zeros(2, device="meta")},
+            hr.BufferMismatch,
+            r"\(Tensor on meta\) has no"),
+        ),
         ({"a": torch._efficientzerotensor(3)}, hr.BufferMismatch, "'a'.* has no memory of its own"),
         ({"a": torch.zeros(2, dtype=torch.complex128)}, hr.FormatError, "'a' is of .*complex128"),
         (
@@ -191,7 +195,7 @@ def test_what_cannot_be_saved_is_refused_with_what_to_do(
     assert os.listdir(tmp_path) == []
 
 
-class Wrapper(torch.Tensor):  # type: ignore[misc]
+class Wrapper(torch.Tensor):  # type: ignore[misc, name-defined]
     """Stands for a tensor that is elsewhere, as DTensor does."""
 
     @staticmethod
@@ -213,7 +217,7 @@ def fake(size: tuple[int, ...]) -> Any:
 @pytest.mark.parametrize("make", [Wrapper, fake])
 def test_tensor_that_stands_for_another_is_refused(tmp_path: Path, make: Any) -> None:
     tensors = {"a": make((3,)), "b": make((3,))}
-    with pytest.raises(hr.BufferMismatch, match=r"'a'.* has no memory of its own; pass a plain"):
+    with pytest.raises(hr.BufferMismatch, match=r"'a'.* has no memory of its own.*to_local"):
         ht.save_file(tensors, tmp_path / "a")
     assert os.listdir(tmp_path) == []
 

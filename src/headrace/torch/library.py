@@ -122,21 +122,19 @@ class Torch:
                 f"{what} is not contiguous; pass its .contiguous(), or, where it is a view, the "
                 "whole tensor"
             )
-        if array.device.type == "meta":
-            raise BufferMismatch(f"{what} is on the meta device, which has no bytes; load it first")
+        if array.nbytes and not _storage_address(array):
+            raise BufferMismatch(
+                f"{what} ({type(array).__name__} on {array.device}) has no memory of its own; give "
+                "it values first (meta), or pass a plain tensor (of a DTensor, its .to_local() or "
+                ".full_tensor())"
+            )
         device = self.parse_device(array.device)
         stream = stream_of(device)
         plain = array.detach()
         if plain.is_conj() or plain.is_neg():
             with self.on_stream(stream, device):
                 plain = plain.resolve_conj().resolve_neg()
-        pointer = _address(plain)
-        if plain.nbytes and not pointer:
-            raise BufferMismatch(
-                f"{what}, a {type(array).__name__}, has no memory of its own; pass a plain tensor "
-                "(of a DTensor, its .to_local() or .full_tensor())"
-            )
-        return Buffer(pointer, plain.nbytes, device, plain, stream)
+        return Buffer(plain.data_ptr(), plain.nbytes, device, plain, stream)
 
     def take(self, tensors: Mapping[str, torch.Tensor], stream_of: StreamOf) -> list[Taken]:
         """See `Framework.take`; refuses what ``safetensors.torch.save_file`` refuses."""
@@ -186,9 +184,9 @@ def _find_shared(tensors: Mapping[str, torch.Tensor]) -> list[list[str]]:
     """Names of tensors of one storage whose bytes overlap, group by group."""
     storages: dict[tuple[object, ...], list[tuple[int, int, str]]] = {}
     for name, tensor in tensors.items():
-        storage = tensor.untyped_storage()
-        if tensor.numel() and _address(storage):
-            key = (tensor.device, _address(storage), storage.nbytes())
+        address = _storage_address(tensor)
+        if tensor.numel() and address:
+            key = (tensor.device, address, tensor.untyped_storage().nbytes())
             storages.setdefault(key, []).append((*_extent(tensor), name))
     groups: list[list[str]] = []
     for areas in storages.values():
@@ -201,11 +199,14 @@ def _find_shared(tensors: Mapping[str, torch.Tensor]) -> list[list[str]]:
     return [group for group in groups if len(group) > 1]
 
 
-def _address(memory: torch.Tensor | torch.UntypedStorage) -> int:
-    """Address of the first byte; 0 where there is no memory."""
+def _storage_address(tensor: torch.Tensor) -> int:
+    """Address of the memory that a tensor is a part of; 0 where it only stands for another."""
+    storage = tensor.untyped_storage()
+    if storage.device.type == "meta":  # a fake tensor, whatever device it claims
+        return 0
     try:
-        return int(memory.data_ptr())
-    except RuntimeError:  # torch's answer for tensors that only stand for others
+        return int(storage.data_ptr())
+    except RuntimeError:
         return 0
 
 
