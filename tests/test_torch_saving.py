@@ -173,7 +173,7 @@ def test_save_keeps_what_it_took_when_the_caller_swaps_the_memory(tmp_path: Path
         (
             {"a": torch.zeros(2, device="meta")},
             hr.BufferMismatch,
-            r"\(Tensor on meta\) has no"),
+            r"\(Tensor on meta\) has no",
         ),
         ({"a": torch._efficientzerotensor(3)}, hr.BufferMismatch, "'a'.* has no memory of its own"),
         ({"a": torch.zeros(2, dtype=torch.complex128)}, hr.FormatError, "'a' is of .*complex128"),
