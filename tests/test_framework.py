@@ -110,6 +110,42 @@ def test_load_waits_for_work_that_the_framework_has_queued(model: Path, cuda: Fa
     cuda.destroy_stream(stream)
 
 
+def test_arrays_are_made_and_filled_in_the_order_of_the_given_stream(
+    model: Path, tmp_path: Path, cuda: FakeCuda
+) -> None:
+    write_random(tmp_path / "file.bin", 10 * PAGE)
+    cuda.set_device(1)
+    current, given = cuda.create_stream(), cuda.create_stream()
+    order: list[int] = []
+    with small_context(cuda) as context:
+        options: Any = {"device": 1, "stream": given, "context": context}
+        for call in (
+            lambda library: framework.load(library, model, **options),
+            lambda library: framework.read(library, tmp_path / "file.bin", **options),
+        ):
+            cuda.enqueue_on(current, lambda: order.append(-1))
+            cuda.enqueue_on(given, lambda: order.append(cuda.copies))
+            library, before = Library(cuda, current), cuda.copies
+            call(library)
+            assert order == [before] != [cuda.copies]
+            assert library.entered == [(given, Device("cuda", 1))]
+            order.clear()
+
+
+def test_stream_of_another_device_is_a_value_error_before_anything_is_allocated(
+    model: Path, cuda: FakeCuda
+) -> None:
+    library, stream = Library(cuda), cuda.create_stream()
+    with small_context(cuda) as context:
+        with pytest.raises(ValueError, match=r"belongs to cuda:0, but the memory is on cuda:1"):
+            framework.load(library, model, device=1, stream=stream, context=context)
+        with pytest.raises(TypeError, match=r"pass a torch\.cuda\.Stream"):
+            framework.load(library, model, device=1, stream=1.5, context=context)
+        assert library.made == []
+        for default in (0, 1, 2):
+            framework.load(library, model, device=1, stream=default, context=context)
+
+
 def test_wanted_tensors_alone_are_allocated(
     model: Path, tensors: dict[str, np.ndarray], cuda: FakeCuda
 ) -> None:

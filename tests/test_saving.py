@@ -172,7 +172,7 @@ def test_stream_of_another_device_is_a_value_error_and_makes_nothing(
     stream = cuda.create_stream()
     tensors = {"a": on_device(cuda, np.arange(9.0), 1)}
     with small_context(cuda) as context:
-        with pytest.raises(ValueError, match=r"of cuda:0 and orders no array on cuda:1; pass"):
+        with pytest.raises(ValueError, match=r"belongs to cuda:0, but the memory is on cuda:1"):
             save_file(Library(cuda), tensors, tmp_path / "a", context=context, stream=stream)
         for default in (0, 1, 2):
             save_file(Library(cuda), tensors, tmp_path / "b", context=context, stream=default)
@@ -329,7 +329,7 @@ def test_names_and_metadata_that_the_format_forbids_are_told_before_anything_is_
 class Digesting(hr.Context):
     """A context whose checksums are easily told: the first bytes of each tensor."""
 
-    def digest(self, buffers: Sequence[Buffer], progress: Any = None) -> tuple[str, ...]:
+    def digest(self, buffers: Sequence[Buffer], *, progress: Any = None) -> tuple[str, ...]:
         found = []
         for buffer in buffers:
             assert isinstance(buffer.owner, np.ndarray)

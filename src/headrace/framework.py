@@ -14,7 +14,6 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from headrace.bindings.cuda import DEFAULT_STREAMS
 from headrace.context import Context, default_context
 from headrace.errors import FormatError
 from headrace.formats.catalog import Catalog, TensorSpec
@@ -22,7 +21,7 @@ from headrace.formats.dtypes import dtype_name, is_subbyte, itembits
 from headrace.formats.npy import read_catalog as read_npy
 from headrace.formats.raw import describe_raw
 from headrace.memory.buffer import Buffer
-from headrace.memory.stream import parse_stream
+from headrace.memory.stream import check_stream, parse_stream
 from headrace.options import PAGE_NBYTES
 from headrace.progress import OnProgress
 from headrace.storage.source import Source
@@ -177,13 +176,7 @@ def choose_stream(framework: Framework[Array], stream: Any, context: Context) ->
     def stream_of(device: Device) -> int | None:
         if device.is_host:
             return None
-        if handle not in DEFAULT_STREAMS:
-            owner = context.load_cuda().stream_device(handle)
-            if owner != device.index:
-                raise ValueError(
-                    f"stream {stream!r} is of cuda:{owner} and orders no array on {device}; pass a "
-                    f"stream of {device}, or None for its current one"
-                )
+        check_stream(handle, device, context.load_cuda())
         return handle
 
     return functools.cache(stream_of)

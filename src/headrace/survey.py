@@ -47,7 +47,7 @@ class Want:
     names: frozenset[str] | None = None
     """Only these tensors; None for all."""
     verify: bool = False
-    """Whether the bytes are compared with the checksums that their files have."""
+    """Compare the bytes that arrive with the checksums that the files store."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +98,15 @@ def want_checkpoint(
     source: SourceLike, names: Sequence[str] | None = None, *, verify: bool = False
 ) -> Want:
     """Want the tensors of safetensors files: a file, a directory, an index or a list.
+
+    Parameters
+    ----------
+    source
+        The files.
+    names
+        Only these tensors; None for all.
+    verify
+        Compare those whose file stores a checksum with it, once their bytes have arrived.
 
     Raises
     ------

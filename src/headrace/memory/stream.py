@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from headrace.bindings.cuda import LEGACY_STREAM
+from headrace.bindings.cuda import DEFAULT_STREAMS, LEGACY_STREAM, Cuda
+from headrace.types import Device
 
 _PROTOCOL_VERSION = 0
 _HANDLE_NAMES = ("cuda_stream", "ptr")  # torch's, CuPy's
@@ -71,3 +72,21 @@ def _handle_by_protocol(stream: Any) -> Any:
             "known: pass the handle as an int"
         )
     return handle
+
+
+def check_stream(stream: int, device: Device, cuda: Cuda) -> None:
+    """Check that a stream can order a transfer to or from a device.
+
+    Raises
+    ------
+    ValueError
+        It belongs to another device.
+    """
+    if device.is_host or stream in DEFAULT_STREAMS:  # those are each device's own
+        return
+    owner = cuda.stream_device(stream)
+    if owner != device.index:
+        raise ValueError(
+            f"stream {stream:#x} belongs to cuda:{owner}, but the memory is on {device}; pass a "
+            f"stream of {device}"
+        )
