@@ -29,11 +29,13 @@ def _tensors(device: str = "cuda") -> dict[str, torch.Tensor]:
         name: tensor.view(dtype).to(device)
         for (name, tensor), dtype in zip(tensors.items(), dtypes, strict=True)
     }
-    return {
-        **made,
-        "empty": torch.empty((0, 3), device=device),
-        "one": torch.ones((), device=device),
-    }
+    made["empty"] = torch.empty((0, 3), device=device)
+    made["one"] = torch.ones((), device=device)
+    return made
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    return bytes(tensor.cpu().reshape(-1).view(torch.uint8).numpy())
 
 
 @pytest.mark.parametrize("route", ["auto", "cached", "direct"])
