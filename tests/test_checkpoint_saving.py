@@ -274,6 +274,7 @@ def test_killed_at_any_call_the_directory_holds_the_old_or_the_new_checkpoint(
         left = set(listing(directory))
         hn.save(OLD, directory, max_shard_nbytes=700)
         assert same(hn.load(directory), OLD)
+        assert strangers <= listing(directory)
         after = listing(directory) - {INDEX} - strangers - shards_of(directory)
         # Killed when only the old shards were still to be removed; see _remove_leftovers.
         assert after <= {n for n in left if seen[-1] and prepare is first_save}

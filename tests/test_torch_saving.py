@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
 import headrace as hr
+from headrace.saving import Manner, write_file
 
 torch = pytest.importorskip("torch")
 official = pytest.importorskip("safetensors.torch")
@@ -146,13 +147,14 @@ def test_lazy_views_are_saved_with_the_values_that_they_show(tmp_path: Path, ten
     assert torch.equal(ht.read(tmp_path / "raw", dtype=tensor.dtype), tensor)
 
 
-def test_save_keeps_what_it_took_when_the_caller_swaps_the_memory(tmp_path: Path) -> None:
+def test_what_was_taken_stays_when_the_caller_swaps_the_memory(tmp_path: Path) -> None:
+    from headrace.torch.library import Torch
+
     tensor = torch.full((1000,), 7.0)
-
-    def swap(_: hr.Progress) -> None:
-        tensor.data = torch.zeros(1000)
-
-    ht.save_file({"a": tensor}, tmp_path / "a", progress=swap)
+    taken = Torch().take({"a": tensor}, lambda device: None)
+    tensor.data = torch.zeros(1000)
+    with hr.Context() as context:
+        write_file(taken, tmp_path / "a", None, Manner(), progress=False, context=context)
     assert torch.equal(ht.load_file(tmp_path / "a")["a"], torch.full((1000,), 7.0))
 
 
