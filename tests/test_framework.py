@@ -18,37 +18,10 @@ from headrace.formats.dtypes import dtype_name, numpy_dtype
 from headrace.testing import FakeCuda, FakeDeviceArray, FaultyFiles
 from headrace.testing.faulty_files import pages_where
 from headrace.types import Device
+from tests.library import Library
 from tests.support import PAGE, folder_with_direct, write_random
 
 MIB = 1 << 20
-
-
-class Library:
-    """A framework whose arrays live on a `FakeCuda`."""
-
-    def __init__(self, cuda: FakeCuda, stream: int | None = None) -> None:
-        self.cuda = cuda
-        self.stream = stream
-        self.made: list[TensorSpec] = []
-        self.fails_at = -1
-
-    def parse_device(self, device: Any) -> Device:
-        return Device("cuda", int(device or 0))
-
-    def dtype_name(self, dtype: Any) -> str:
-        return framework.numpy_dtype_name(dtype)
-
-    def current_stream(self, device: Device) -> int | None:
-        return self.stream
-
-    def empty(self, spec: TensorSpec, device: Device) -> FakeDeviceArray:
-        if len(self.made) == self.fails_at:
-            raise MemoryError(f"no room for {spec.name}")
-        self.made.append(spec)
-        return FakeDeviceArray(self.cuda, spec.file_range.nbytes, device.index)
-
-    def pointer(self, array: FakeDeviceArray) -> int:
-        return array.pointer
 
 
 @pytest.fixture
@@ -135,6 +108,42 @@ def test_load_waits_for_work_that_the_framework_has_queued(model: Path, cuda: Fa
         framework.load(library, model, context=context)
     assert order == [0]
     cuda.destroy_stream(stream)
+
+
+def test_arrays_are_made_and_filled_in_the_order_of_the_given_stream(
+    model: Path, tmp_path: Path, cuda: FakeCuda
+) -> None:
+    write_random(tmp_path / "file.bin", 10 * PAGE)
+    cuda.set_device(1)
+    current, given = cuda.create_stream(), cuda.create_stream()
+    order: list[int] = []
+    with small_context(cuda) as context:
+        options: Any = {"device": 1, "stream": given, "context": context}
+        for call in (
+            lambda library: framework.load(library, model, **options),
+            lambda library: framework.read(library, tmp_path / "file.bin", **options),
+        ):
+            cuda.enqueue_on(current, lambda: order.append(-1))
+            cuda.enqueue_on(given, lambda: order.append(cuda.copies))
+            library, before = Library(cuda, current), cuda.copies
+            call(library)
+            assert order == [before] != [cuda.copies]
+            assert library.entered == [(given, Device("cuda", 1))]
+            order.clear()
+
+
+def test_stream_of_another_device_is_a_value_error_before_anything_is_allocated(
+    model: Path, cuda: FakeCuda
+) -> None:
+    library, stream = Library(cuda), cuda.create_stream()
+    with small_context(cuda) as context:
+        with pytest.raises(ValueError, match=r"belongs to cuda:0, but the memory is on cuda:1"):
+            framework.load(library, model, device=1, stream=stream, context=context)
+        with pytest.raises(TypeError, match=r"pass a torch\.cuda\.Stream"):
+            framework.load(library, model, device=1, stream=1.5, context=context)
+        assert library.made == []
+        for default in (0, 1, 2):
+            framework.load(library, model, device=1, stream=default, context=context)
 
 
 def test_wanted_tensors_alone_are_allocated(

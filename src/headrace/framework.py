@@ -1,13 +1,15 @@
-"""What a framework must tell, and the functions that every framework's namespace shares."""
+"""What an array library must tell, and the functions that every library's namespace shares."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import operator
 import os
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -19,6 +21,7 @@ from headrace.formats.dtypes import dtype_name, is_subbyte, itembits
 from headrace.formats.npy import read_catalog as read_npy
 from headrace.formats.raw import describe_raw
 from headrace.memory.buffer import Buffer
+from headrace.memory.stream import check_stream, parse_stream
 from headrace.options import PAGE_NBYTES
 from headrace.progress import OnProgress
 from headrace.storage.source import Source
@@ -29,9 +32,26 @@ Array = TypeVar("Array")
 ShownProgress = bool | OnProgress
 """True shows a bar; a callable is told each `Progress`; False is quiet."""
 
+StreamOf = Callable[[Device], int | None]
+"""CUDA stream that the arrays of a device are ordered on; None for the host."""
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """One tensor to be saved: what the file says of it, and its bytes."""
+
+    name: str
+    """Name in the file."""
+    dtype: str
+    """Safetensors name of its type."""
+    shape: tuple[int, ...]
+    """Elements along each axis, also of packed types (F4: two elements in a byte)."""
+    buffer: Buffer
+    """Its bytes as the file has them; keeps the memory alive."""
+
 
 class Framework(Protocol[Array]):
-    """An array library: where its arrays live, and how they are made."""
+    """An array library: where its arrays live, how they are made, and how they are saved."""
 
     def parse_device(self, device: Any) -> Device:
         """Its own way of naming devices; None is its current default."""
@@ -42,11 +62,27 @@ class Framework(Protocol[Array]):
     def current_stream(self, device: Device) -> int | None:
         """CUDA stream that its allocator orders new arrays on; None for the host."""
 
+    def on_stream(self, stream: int | None, device: Device) -> AbstractContextManager[object]:
+        """Make a stream of a device the library's current one in a block; None changes nothing."""
+
     def empty(self, spec: TensorSpec, device: Device) -> Array:
         """A new array for a tensor, from its own allocator; contiguous in the spec's order."""
 
     def pointer(self, array: Array) -> int:
         """Address of the first byte of an array that `empty` made."""
+
+    def memory(self, array: Array, stream_of: StreamOf, what: str = "the array") -> Buffer:
+        """Bytes of an array, to be read, with the stream that they are ordered on.
+
+        `BufferMismatch`, which calls the array `what`, if it is not contiguous in C order, is of
+        another library, or has no memory.
+        """
+
+    def take(self, tensors: Mapping[str, Array], stream_of: StreamOf) -> list[Taken]:
+        """Arrays to be saved, once they are what the official writer for the library takes.
+
+        ValueError (`BufferMismatch` and `FormatError` among them) or RuntimeError if they are not.
+        """
 
 
 def load(
@@ -56,15 +92,18 @@ def load(
     device: Any = None,
     names: Sequence[str] | None = None,
     route: str = "auto",
+    verify: bool = False,
     progress: ShownProgress = False,
+    stream: Any = None,
     context: Context | None = None,
 ) -> dict[str, Array]:
     """Load the tensors of safetensors files; see ``headrace.torch.load`` for the parameters."""
     if isinstance(names, str):
         raise TypeError(f"names is the string {names!r}; pass a list of tensor names")
-    want = want_checkpoint(source, names)
+    want = want_checkpoint(source, names, verify=verify)
     context = context or default_context()
-    return _load(framework, want, device, route, progress, context)
+    order = choose_stream(framework, stream, context)
+    return _load(framework, want, device, route, progress, order, context)
 
 
 def read(
@@ -78,6 +117,7 @@ def read(
     device: Any = None,
     route: str = "auto",
     progress: ShownProgress = False,
+    stream: Any = None,
     context: Context | None = None,
 ) -> Array:
     """Read one array; see ``headrace.torch.read`` for the parameters."""
@@ -102,8 +142,9 @@ def read(
         )
 
     want = Want(where, (where,), describe)
-    arrays = _load(framework, want, device, route, progress, context or default_context())
-    return arrays[""]
+    context = context or default_context()
+    order = choose_stream(framework, stream, context)
+    return _load(framework, want, device, route, progress, order, context)[""]
 
 
 def aligned_empty(framework: Framework[Array], nbytes: int, device: Any = None) -> Array:
@@ -117,6 +158,43 @@ def aligned_empty(framework: Framework[Array], nbytes: int, device: Any = None) 
     lead = -framework.pointer(whole) % PAGE_NBYTES
     part: Array = whole[lead : lead + wanted]
     return part
+
+
+def choose_stream(framework: Framework[Array], stream: Any, context: Context) -> StreamOf:
+    """Choose the stream that arrays are ordered on: the one given, or else the current ones.
+
+    Raises
+    ------
+    TypeError, ValueError
+        It is no stream (see `parse_stream`). What is returned raises ValueError for a GPU that the
+        stream is not of.
+    """
+    if stream is None:
+        return functools.cache(framework.current_stream)
+    handle = parse_stream(stream)
+
+    def stream_of(device: Device) -> int | None:
+        if device.is_host:
+            return None
+        check_stream(handle, device, context.load_cuda())
+        return handle
+
+    return functools.cache(stream_of)
+
+
+def check_mapping(tensors: Any, kind: type[object]) -> None:
+    """Raise ValueError, as the official writers do, for anything but a dict of arrays."""
+    library = f"{kind.__module__.split('.')[0]}.{kind.__name__}"
+    if not isinstance(tensors, Mapping):
+        raise ValueError(  # noqa: TRY004 (the official writers' own)
+            f"tensors is {type(tensors).__name__}; pass a dict of names to {library}"
+        )
+    for name, array in tensors.items():
+        if not isinstance(array, kind):
+            raise ValueError(  # noqa: TRY004
+                f"tensor {name!r} is {type(array).__module__}.{type(array).__qualname__}; pass "
+                f"{library}"
+            )
 
 
 def _axes(shape: int | Sequence[int]) -> tuple[int, ...]:
@@ -139,33 +217,49 @@ def numpy_dtype_name(dtype: Any) -> str:
         return dtype_name(np.dtype(dtype))
 
 
+def numpy_tensor_dtype(name: str, dtype: np.dtype[Any]) -> str:
+    """Name of a tensor's type once it is written, which is little-endian.
+
+    Raises
+    ------
+    FormatError
+        No file can hold such elements.
+    """
+    try:
+        return dtype_name(dtype if dtype.isnative else dtype.newbyteorder("="))
+    except FormatError as error:
+        raise FormatError(f"tensor {name!r}: {error}") from error
+
+
 def _load(
     framework: Framework[Array],
     want: Want,
     device: Any,
     route: str,
     progress: ShownProgress,
+    stream_of: StreamOf,
     context: Context,
 ) -> dict[str, Array]:
     target = framework.parse_device(device)
     arrays: dict[str, Array] = {}
 
     def allocate(specs: tuple[TensorSpec, ...]) -> list[Buffer]:
-        stream = framework.current_stream(target)
+        stream = stream_of(target)
         buffers = []
-        for spec in specs:
-            array = arrays[spec.name] = framework.empty(_as_bytes(spec), target)
-            pointer, nbytes = framework.pointer(array), spec.file_range.nbytes
-            buffers.append(Buffer(pointer, nbytes, target, array, stream))
+        with framework.on_stream(stream, target):
+            for spec in specs:
+                array = arrays[spec.name] = framework.empty(_as_bytes(spec), target)
+                pointer, nbytes = framework.pointer(array), spec.file_range.nbytes
+                buffers.append(Buffer(pointer, nbytes, target, array, stream))
         return buffers
 
-    with _shown(progress, want.label) as told:
+    with shown(progress, want.label) as told:
         context.transfer(want, target, allocate, route=route, progress=told)
     return arrays
 
 
 @contextlib.contextmanager
-def _shown(progress: ShownProgress, label: str) -> Iterator[OnProgress | None]:
+def shown(progress: ShownProgress, label: str) -> Iterator[OnProgress | None]:
     """What to tell of the progress: the caller's function, a bar, or nothing."""
     if not isinstance(progress, bool):
         yield progress

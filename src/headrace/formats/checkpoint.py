@@ -17,7 +17,8 @@ from headrace.formats.safetensors import read_catalog
 
 _SHARD = ".safetensors"
 _INDEX = ".index.json"
-_DEFAULT_INDEX = "model.safetensors.index.json"
+DEFAULT_INDEX = "model.safetensors.index.json"
+"""The index that decides in a directory."""
 
 _PathText = str | os.PathLike[str]
 
@@ -136,12 +137,12 @@ def _search_directory(directory: str) -> _Checkpoint:
         # Not is_file(): a shard whose symbolic link is broken must be reported, not skipped.
         names = sorted(e.name for e in entries if not e.name.startswith(".") and not e.is_dir())
     indexes = [name for name in names if name.endswith(_SHARD + _INDEX)]
-    if _DEFAULT_INDEX in indexes:
-        indexes = [_DEFAULT_INDEX]
+    if DEFAULT_INDEX in indexes:
+        indexes = [DEFAULT_INDEX]
     if len(indexes) > 1:
         raise FormatError(
             f"{directory} holds {len(indexes)} indexes ({', '.join(indexes)}) and none is "
-            f"{_DEFAULT_INDEX}; name the index to load instead of the directory"
+            f"{DEFAULT_INDEX}; name the index to load instead of the directory"
         )
     if indexes:
         return _follow_index(os.path.join(directory, indexes[0]))
@@ -149,7 +150,7 @@ def _search_directory(directory: str) -> _Checkpoint:
     if not shards:
         raise FileNotFoundError(
             errno.ENOENT,
-            f"no {_DEFAULT_INDEX}, *{_SHARD}{_INDEX} or *{_SHARD} among the {len(names)} files of",
+            f"no {DEFAULT_INDEX}, *{_SHARD}{_INDEX} or *{_SHARD} among the {len(names)} files of",
             directory,
         )
     return _Checkpoint(shards)
@@ -158,7 +159,7 @@ def _search_directory(directory: str) -> _Checkpoint:
 def _follow_index(index: str) -> _Checkpoint:
     directory = os.path.dirname(index)
     shard_of = {
-        name: os.path.join(directory, shard) for name, shard in _read_weight_map(index).items()
+        name: os.path.join(directory, shard) for name, shard in read_index(index).weight_map.items()
     }
     files = tuple(sorted(set(shard_of.values())))
     for path in files:
@@ -169,8 +170,26 @@ def _follow_index(index: str) -> _Checkpoint:
     return _Checkpoint(files, index, shard_of)
 
 
-def _read_weight_map(index: str) -> dict[str, str]:
-    """Read which shard, a file name beside the index, holds each tensor."""
+@dataclass(frozen=True, slots=True)
+class Index:
+    """What the index of a checkpoint says."""
+
+    weight_map: Mapping[str, str]
+    """Name of the shard, a file right beside the index, by name of tensor; not empty."""
+    metadata: Mapping[str, object]
+    """Whatever else; empty where there is nothing."""
+
+
+def read_index(index: str) -> Index:
+    """Read the index of a checkpoint; its shards are not looked at.
+
+    Raises
+    ------
+    FormatError
+        It is malformed, maps no tensor, or names a file that is not right beside it.
+    FileNotFoundError, PermissionError, IsADirectoryError
+        As the operating system says.
+    """
     with open_regular(index) as file:
         text = file.read()
     try:
@@ -187,7 +206,8 @@ def _read_weight_map(index: str) -> dict[str, str]:
         )
     for name, shard in weight_map.items():
         _check_shard_name(index, name, shard)
-    return weight_map
+    metadata = document.get("metadata")
+    return Index(weight_map, metadata if isinstance(metadata, dict) else {})
 
 
 def _check_shard_name(index: str, name: str, shard: object) -> None:

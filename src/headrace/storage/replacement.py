@@ -17,8 +17,10 @@ from headrace.storage.sink import Sink
 _NAME_MAX = 255  # bytes of one name, on nearly every file system of Linux
 _RANDOM_NBYTES = 8
 _SUFFIX = ".headrace"
+_TEMPORARY = re.compile(rf"\.(.+)\.[0-9a-f]{{{2 * _RANDOM_NBYTES}}}{re.escape(_SUFFIX)}", re.DOTALL)
 _ATTEMPTS = 16
-_CANNOT_LOCK = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
+CANNOT_LOCK = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
+"""Error numbers of a file system where nobody can lock."""
 
 
 class Replacement:
@@ -53,11 +55,13 @@ class Replacement:
         self._files = files
         self._mode = _permissions(path, files)
         self._directory, name = os.path.split(self.path)
-        self._prefix = _prefix(name)
+        self._shown_name = _shorten(name)
         self._temporary: str | None = None
         self._in_place = False
         try:
-            self._remove_stale()
+            # Files can be made in some directories that cannot be listed.
+            with suppress(PermissionError):
+                remove_stale(self._directory, lambda name: name == self._shown_name, files)
             self._sink = self._make()
         except BaseException as error:
             self._clean_up_after(error, self._discard)
@@ -169,7 +173,7 @@ class Replacement:
     def _make(self) -> Sink:
         """Make a temporary and hold its lock."""
         for _ in range(_ATTEMPTS):
-            name = f"{self._prefix}{os.urandom(_RANDOM_NBYTES).hex()}{_SUFFIX}"
+            name = f".{self._shown_name}.{os.urandom(_RANDOM_NBYTES).hex()}{_SUFFIX}"
             # Known before it exists, so that whatever interrupts us can remove it.
             self._temporary = os.path.join(self._directory, name)
             sink = Sink(self._temporary, self._files, fd=self._create(self._temporary))
@@ -205,7 +209,7 @@ class Replacement:
             if not self._files.lock(sink.fd):
                 return False
         except OSError as error:
-            if error.errno not in _CANNOT_LOCK:
+            if error.errno not in CANNOT_LOCK:
                 raise
             return True  # where nobody can lock, nobody takes it for a dead writer's
         try:
@@ -213,18 +217,6 @@ class Replacement:
         except FileNotFoundError:
             return False
         return (named.device, named.inode) == (sink.identity.device, sink.identity.inode)
-
-    def _remove_stale(self) -> None:
-        """Remove what dead writers of the same target left."""
-        random = f"[0-9a-f]{{{2 * _RANDOM_NBYTES}}}"
-        pattern = re.compile(re.escape(self._prefix) + random + re.escape(_SUFFIX))
-        try:
-            names = self._files.list_directory(self._directory)
-        except PermissionError:
-            return  # files can be made in some directories that cannot be listed
-        for name in names:
-            if pattern.fullmatch(name):
-                _remove_if_dead(os.path.join(self._directory, name), self._files)
 
     def _set_permissions(self) -> None:
         fd, wanted = self._sink.fd, self._mode
@@ -254,6 +246,29 @@ class Replacement:
             error.add_note(f"and then the new file could not be removed or closed: {second}")
 
 
+def remove_stale(directory: str, is_target: Callable[[str], object], files: Files) -> None:
+    """Remove what dead writers left; what is held by a living one, or cannot be removed, stays.
+
+    Parameters
+    ----------
+    directory
+        Where their targets are.
+    is_target
+        Whether a target is meant, by its name (the first 228 bytes of a longer one).
+    files
+        The calls to make.
+
+    Raises
+    ------
+    OSError
+        The directory cannot be listed.
+    """
+    for name in files.list_directory(directory):
+        found = _TEMPORARY.fullmatch(name)
+        if found and is_target(found[1]):
+            _remove_if_dead(os.path.join(directory, name), files)
+
+
 def _permissions(path: str, files: Files) -> int | None:
     """Permissions of a target, without set-user-ID and the like; None where there is none."""
     try:
@@ -264,12 +279,12 @@ def _permissions(path: str, files: Files) -> int | None:
         return None
 
 
-def _prefix(name: str) -> str:
-    """Begin the name of a temporary, so that the whole of it is short enough."""
+def _shorten(name: str) -> str:
+    """Name of a target as its temporaries have it, so that theirs is short enough."""
     room = _NAME_MAX - len("..") - 2 * _RANDOM_NBYTES - len(_SUFFIX)
     while len(os.fsencode(name)) > room:
         name = name[:-1]
-    return f".{name}."
+    return name
 
 
 def _remove_if_dead(path: str, files: Files) -> None:

@@ -1,46 +1,46 @@
-"""CuPy: tensors on a GPU as CuPy arrays."""
+"""From files to torch tensors."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import cupy
-
-from headrace.errors import FormatError
-from headrace.types import Device, parse_device
+import torch
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from headrace.context import Context
-    from headrace.formats.catalog import TensorSpec
     from headrace.framework import ShownProgress
     from headrace.survey import PathLike, SourceLike
 
 # Everything else is imported at the first call: importing this module must cost next to nothing.
 
 
-def load_file(path: PathLike, device: Any = None) -> dict[str, cupy.ndarray]:
-    """Load every tensor of a safetensors file: a drop-in for safetensors' load_file, on the GPU.
+def load_file(
+    path: PathLike, device: Any = "cpu", *, verify: bool = False
+) -> dict[str, torch.Tensor]:
+    """Load every tensor of a safetensors file: a drop-in for ``safetensors.torch.load_file``.
 
     Parameters
     ----------
     path
         A ``.safetensors`` file.
     device
-        "cuda", "cuda:N", a ``cupy.cuda.Device`` or a CUDA ordinal; None is CuPy's current device.
+        "cpu", "cuda", "cuda:N", a ``torch.device`` or a CUDA ordinal; None is torch's default.
+    verify
+        Whether the bytes must agree with the checksums in the file; a file may have none.
 
     Returns
     -------
     dict
-        Name to CuPy array (bf16 and fp8 types are ml_dtypes'). Each owns its memory,
-        from CuPy's memory pool; dropping one frees it.
+        Name to tensor, with torch's own bf16 and fp8 types. Each owns its memory, from
+        torch's allocator; dropping one frees it.
         Sub-byte types come out as one-dimensional uint8 of the tensor's bytes.
 
     Raises
     ------
     FormatError
-        The file is not whole and valid safetensors.
+        The file is not whole and valid safetensors, or does not agree with its checksums.
     FileNotFoundError, PermissionError, IsADirectoryError, OSError
         As the operating system says.
     SourceChanged
@@ -49,8 +49,9 @@ def load_file(path: PathLike, device: Any = None) -> dict[str, cupy.ndarray]:
         There is no way to the device, or the GPU refused.
     """
     from headrace import framework
+    from headrace.torch.library import Torch
 
-    return framework.load(_CuPy(), path, device=device)
+    return framework.load(Torch(), path, device=device, verify=verify)
 
 
 def load(
@@ -59,9 +60,11 @@ def load(
     device: Any = None,
     names: Sequence[str] | None = None,
     route: str = "auto",
+    verify: bool = False,
     progress: ShownProgress = False,
+    stream: Any = None,
     context: Context | None = None,
-) -> dict[str, cupy.ndarray]:
+) -> dict[str, torch.Tensor]:
     """Load tensors from safetensors files by the best route, or by a forced one.
 
     Parameters
@@ -69,14 +72,19 @@ def load(
     source
         A file, a directory (with or without an index), an index file, or a list of files.
     device
-        "cuda", "cuda:N", a ``cupy.cuda.Device`` or a CUDA ordinal; None is CuPy's current device.
+        "cpu", "cuda", "cuda:N", a ``torch.device`` or a CUDA ordinal; None is torch's default.
     names
         Tensors to load; None for all.
     route
         "auto" chooses for each stretch of each file; "host", "cached", "mapped", "direct" or
         "gds" serves or raises.
+    verify
+        Whether the bytes must agree with the checksums in the file; a file may have none.
     progress
         True shows a bar on a terminal; a function is told a `Progress` now and then.
+    stream
+        A ``torch.cuda.Stream``, anything with ``__cuda_stream__``, or a handle: memory for the
+        tensors is taken and filled in its order. None stands for the current one.
     context
         Whose options and pools to use; None takes the default one.
 
@@ -92,17 +100,21 @@ def load(
     RouteUnavailable
         The forced route cannot serve; the message has every reason.
     FormatError, SourceChanged, DeviceError, OSError, ValueError
-        As `load_file`; also for an index and files that disagree.
+        As `load_file`; also for an index and files that disagree, bytes that do
+        not agree with their checksum, and a stream of another device.
     """
     from headrace import framework
+    from headrace.torch.library import Torch
 
     return framework.load(
-        _CuPy(),
+        Torch(),
         source,
         device=device,
         names=names,
         route=route,
+        verify=verify,
         progress=progress,
+        stream=stream,
         context=context,
     )
 
@@ -117,8 +129,9 @@ def read(
     device: Any = None,
     route: str = "auto",
     progress: ShownProgress = False,
+    stream: Any = None,
     context: Context | None = None,
-) -> cupy.ndarray:
+) -> torch.Tensor:
     """Read one array: a ``.npy`` file, or the raw bytes of any file.
 
     Parameters
@@ -127,7 +140,7 @@ def read(
         A file. With the suffix ``.npy``, and neither `file_offset` nor `nbytes`, type and shape
         are the file's own, and `dtype` and `shape`, if given, must agree.
     dtype
-        Type of raw bytes: a NumPy type, or a safetensors name; None for uint8.
+        Type of raw bytes: a torch type, or a safetensors name; None for uint8.
     shape
         Of raw bytes; None for one axis over all of them.
     file_offset
@@ -135,13 +148,13 @@ def read(
     nbytes
         Length of raw bytes; None for what the shape needs, or up to the end of the file.
     device
-        "cuda", "cuda:N", a ``cupy.cuda.Device`` or a CUDA ordinal; None is CuPy's current device.
-    route, progress, context
+        "cpu", "cuda", "cuda:N", a ``torch.device`` or a CUDA ordinal; None is torch's default.
+    route, progress, stream, context
         As for `load`.
 
     Returns
     -------
-    CuPy array (bf16 and fp8 types are ml_dtypes')
+    tensor, with torch's own bf16 and fp8 types
         Fortran order is kept: such an array is contiguous along its first axis.
 
     Raises
@@ -157,9 +170,10 @@ def read(
         As for `load`.
     """
     from headrace import framework
+    from headrace.torch.library import Torch
 
     return framework.read(
-        _CuPy(),
+        Torch(),
         path,
         dtype=dtype,
         shape=shape,
@@ -168,11 +182,12 @@ def read(
         device=device,
         route=route,
         progress=progress,
+        stream=stream,
         context=context,
     )
 
 
-def aligned_empty(nbytes: int, device: Any = None) -> cupy.ndarray:
+def aligned_empty(nbytes: int, device: Any = None) -> torch.Tensor:
     """Make uninitialised bytes that no route has to bounce: their address is a multiple of 4096.
 
     Parameters
@@ -184,7 +199,7 @@ def aligned_empty(nbytes: int, device: Any = None) -> cupy.ndarray:
 
     Returns
     -------
-    cupy.ndarray
+    torch.Tensor
         One axis of uint8, part of a slightly larger allocation; a destination for `read_into`.
 
     Raises
@@ -193,44 +208,6 @@ def aligned_empty(nbytes: int, device: Any = None) -> cupy.ndarray:
         `nbytes` is negative, or there is no such device.
     """
     from headrace import framework
+    from headrace.torch.library import Torch
 
-    return framework.aligned_empty(_CuPy(), nbytes, device)
-
-
-class _CuPy:
-    """`headrace.framework.Framework` of CuPy."""
-
-    def parse_device(self, device: Any) -> Device:
-        if device is None or device == "cuda":
-            return Device("cuda", int(cupy.cuda.runtime.getDevice()))
-        if isinstance(device, (int, cupy.cuda.Device)):
-            return Device("cuda", int(device))
-        target = parse_device(str(device))
-        if target.is_host:
-            raise ValueError("CuPy arrays live on a GPU, not in host memory; use headrace.numpy")
-        return target
-
-    def dtype_name(self, dtype: Any) -> str:
-        from headrace import framework
-
-        return framework.numpy_dtype_name(dtype)
-
-    def current_stream(self, device: Device) -> int | None:
-        with cupy.cuda.Device(device.index):
-            return int(cupy.cuda.get_current_stream().ptr)
-
-    def empty(self, spec: TensorSpec, device: Device) -> cupy.ndarray:
-        from headrace.formats.dtypes import numpy_dtype
-
-        with cupy.cuda.Device(device.index):
-            dtype = numpy_dtype(spec.dtype)
-            try:
-                return cupy.empty(spec.shape, dtype, order=spec.order)
-            except (TypeError, ValueError) as error:
-                raise FormatError(
-                    f"tensor {spec.name!r} is of type {spec.dtype}, which CuPy "
-                    f"{cupy.__version__} does not have: {error}; load it with headrace.torch"
-                ) from error
-
-    def pointer(self, array: cupy.ndarray) -> int:
-        return int(array.data.ptr)
+    return framework.aligned_empty(Torch(), nbytes, device)

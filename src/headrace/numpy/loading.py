@@ -1,26 +1,24 @@
-"""NumPy: tensors in host memory as NumPy arrays."""
+"""From files to NumPy arrays."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from numpy.typing import NDArray
-
-from headrace.types import HOST, Device, parse_device
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from headrace.context import Context
-    from headrace.formats.catalog import TensorSpec
     from headrace.framework import ShownProgress
     from headrace.survey import PathLike, SourceLike
 
 # Everything else is imported at the first call: importing this module must cost next to nothing.
 
 
-def load_file(path: PathLike, device: Any = "cpu") -> dict[str, NDArray[Any]]:
+def load_file(
+    path: PathLike, device: Any = "cpu", *, verify: bool = False
+) -> dict[str, NDArray[Any]]:
     """Load every tensor of a safetensors file: a drop-in for ``safetensors.numpy.load_file``.
 
     Parameters
@@ -29,6 +27,8 @@ def load_file(path: PathLike, device: Any = "cpu") -> dict[str, NDArray[Any]]:
         A ``.safetensors`` file.
     device
         "cpu" or None: host memory is the only place that NumPy knows.
+    verify
+        Whether the bytes must agree with the checksums in the file; a file may have none.
 
     Returns
     -------
@@ -40,7 +40,7 @@ def load_file(path: PathLike, device: Any = "cpu") -> dict[str, NDArray[Any]]:
     Raises
     ------
     FormatError
-        The file is not whole and valid safetensors.
+        The file is not whole and valid safetensors, or does not agree with its checksums.
     FileNotFoundError, PermissionError, IsADirectoryError, OSError
         As the operating system says.
     SourceChanged
@@ -49,8 +49,9 @@ def load_file(path: PathLike, device: Any = "cpu") -> dict[str, NDArray[Any]]:
         There is no way to the device, or the GPU refused.
     """
     from headrace import framework
+    from headrace.numpy.library import NumPy
 
-    return framework.load(_NumPy(), path, device=device)
+    return framework.load(NumPy(), path, device=device, verify=verify)
 
 
 def load(
@@ -59,7 +60,9 @@ def load(
     device: Any = None,
     names: Sequence[str] | None = None,
     route: str = "auto",
+    verify: bool = False,
     progress: ShownProgress = False,
+    stream: Any = None,
     context: Context | None = None,
 ) -> dict[str, NDArray[Any]]:
     """Load tensors from safetensors files by the best route, or by a forced one.
@@ -75,8 +78,12 @@ def load(
     route
         "auto" chooses for each stretch of each file; "host", "cached", "mapped", "direct" or
         "gds" serves or raises.
+    verify
+        Whether the bytes must agree with the checksums in the file; a file may have none.
     progress
         True shows a bar on a terminal; a function is told a `Progress` now and then.
+    stream
+        For the other libraries: host memory has no streams.
     context
         Whose options and pools to use; None takes the default one.
 
@@ -92,17 +99,21 @@ def load(
     RouteUnavailable
         The forced route cannot serve; the message has every reason.
     FormatError, SourceChanged, DeviceError, OSError, ValueError
-        As `load_file`; also for an index and files that disagree.
+        As `load_file`; also for an index and files that disagree, and bytes that do
+        not agree with their checksum.
     """
     from headrace import framework
+    from headrace.numpy.library import NumPy
 
     return framework.load(
-        _NumPy(),
+        NumPy(),
         source,
         device=device,
         names=names,
         route=route,
+        verify=verify,
         progress=progress,
+        stream=stream,
         context=context,
     )
 
@@ -117,6 +128,7 @@ def read(
     device: Any = None,
     route: str = "auto",
     progress: ShownProgress = False,
+    stream: Any = None,
     context: Context | None = None,
 ) -> NDArray[Any]:
     """Read one array: a ``.npy`` file, or the raw bytes of any file.
@@ -136,7 +148,7 @@ def read(
         Length of raw bytes; None for what the shape needs, or up to the end of the file.
     device
         "cpu" or None: host memory is the only place that NumPy knows.
-    route, progress, context
+    route, progress, stream, context
         As for `load`.
 
     Returns
@@ -157,9 +169,10 @@ def read(
         As for `load`.
     """
     from headrace import framework
+    from headrace.numpy.library import NumPy
 
     return framework.read(
-        _NumPy(),
+        NumPy(),
         path,
         dtype=dtype,
         shape=shape,
@@ -168,6 +181,7 @@ def read(
         device=device,
         route=route,
         progress=progress,
+        stream=stream,
         context=context,
     )
 
@@ -193,32 +207,6 @@ def aligned_empty(nbytes: int, device: Any = None) -> NDArray[Any]:
         `nbytes` is negative, or there is no such device.
     """
     from headrace import framework
+    from headrace.numpy.library import NumPy
 
-    return framework.aligned_empty(_NumPy(), nbytes, device)
-
-
-class _NumPy:
-    """`headrace.framework.Framework` of NumPy."""
-
-    def parse_device(self, device: Any) -> Device:
-        target = HOST if device is None else parse_device(str(device))
-        if not target.is_host:
-            raise ValueError(f"NumPy arrays live in host memory, not on {target}; use 'cpu'")
-        return target
-
-    def dtype_name(self, dtype: Any) -> str:
-        from headrace import framework
-
-        return framework.numpy_dtype_name(dtype)
-
-    def current_stream(self, device: Device) -> None:
-        return None
-
-    def empty(self, spec: TensorSpec, device: Device) -> NDArray[Any]:
-        from headrace.formats.dtypes import numpy_dtype
-
-        # np.empty would make one-byte strings of empty ones.
-        return np.ndarray(spec.shape, numpy_dtype(spec.dtype), order=spec.order)
-
-    def pointer(self, array: NDArray[Any]) -> int:
-        return int(array.__array_interface__["data"][0])
+    return framework.aligned_empty(NumPy(), nbytes, device)

@@ -1,0 +1,185 @@
+"""Saving: arrays into files that appear whole or not at all, or as raw bytes."""
+
+from __future__ import annotations
+
+import operator
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from headrace.context import Context, default_context
+from headrace.formats.checksums import store_checksums
+from headrace.formats.safetensors_layout import Described, Layout, lay_out
+from headrace.framework import Array, Framework, ShownProgress, Taken, choose_stream, shown
+from headrace.memory.buffer import Buffer
+from headrace.planning.coalesce import place
+from headrace.planning.plan import Piece
+from headrace.report import Report
+from headrace.storage.replacement import Replacement
+from headrace.storage.sink import Sink
+from headrace.survey import PathLike
+from headrace.write_transfers import Delivery
+
+
+@dataclass(frozen=True, slots=True)
+class Manner:
+    """How tensors are saved."""
+
+    align: bool = False
+    """Whether tensors lie at multiples of 4096 bytes, where their sizes allow it."""
+    checksum: bool = False
+    """Whether the header has a checksum of each tensor."""
+    fsync: bool = True
+    """Whether to wait until storage has everything."""
+    route: str = "auto"
+    """A route, or "auto"."""
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """What goes into one file: its header, and the bytes after it."""
+
+    layout: Layout
+    """The header, and where each tensor goes."""
+    buffers: tuple[Buffer, ...]
+    """Bytes of each tensor, in the layout's order."""
+
+
+def take(
+    framework: Framework[Array], tensors: Mapping[str, Array], stream: Any, context: Context
+) -> list[Taken]:
+    """Check tensors to be saved, and describe them; see ``headrace.torch.save_file`` for errors.
+
+    Parameters
+    ----------
+    framework
+        The library that they are of.
+    tensors
+        By name.
+    stream
+        What those on a GPU are ordered on; None for the library's current streams.
+    context
+        Asked for the device of the stream.
+    """
+    return framework.take(tensors, choose_stream(framework, stream, context))
+
+
+def save_file(
+    framework: Framework[Array],
+    tensors: Mapping[str, Array],
+    path: PathLike,
+    metadata: Mapping[str, str] | None,
+    manner: Manner,
+    *,
+    progress: ShownProgress,
+    stream: Any,
+    context: Context | None,
+) -> Report:
+    """Save tensors to one file; see ``headrace.torch.save_file`` for the parameters."""
+    context = context or default_context()
+    taken = take(framework, tensors, stream, context)
+    return write_file(taken, path, metadata, manner, progress=progress, context=context)
+
+
+def write_file(
+    taken: Sequence[Taken],
+    path: PathLike,
+    metadata: Mapping[str, str] | None,
+    manner: Manner,
+    *,
+    progress: ShownProgress,
+    context: Context,
+) -> Report:
+    """Write tensors that were taken to one file, which appears whole or not at all.
+
+    Raises
+    ------
+    FormatError, TypeError
+        As `lay_out`; nothing was made.
+    OSError, RouteUnavailable, DeviceError
+        As `Replacement` and `Context.deliver`; the old file is as it was.
+    """
+    label = os.fspath(path)
+    contents = fill([taken], metadata, manner, context)
+    with Replacement(label, context.bindings.files) as replacement:
+
+        def finish() -> None:
+            replacement.commit(fsync=manner.fsync)
+
+        delivery = prepare(contents, [replacement.sink], label, finish, durable=manner.fsync)
+        with shown(progress, label) as told:
+            return context.deliver(delivery, route=manner.route, progress=told)
+
+
+def fill(
+    groups: Sequence[Sequence[Taken]],
+    metadata: Mapping[str, str] | None,
+    manner: Manner,
+    context: Context,
+) -> list[Content]:
+    """Lay out a file for each group of tensors; with their checksums, if they are asked for."""
+    digests: dict[str, str] = {}
+    if manner.checksum:
+        every = [tensor for group in groups for tensor in group]
+        found = context.digest([each.buffer for each in every])  # type: ignore[attr-defined]
+        digests = dict(zip((tensor.name for tensor in every), found, strict=True))
+    contents = []
+    for group in groups:
+        texts = metadata
+        if manner.checksum:
+            texts = store_checksums(metadata, {each.name: digests[each.name] for each in group})
+        layout = lay_out(describe(group), texts, align=manner.align)
+        buffers = {tensor.name: tensor.buffer for tensor in group}
+        contents.append(Content(layout, tuple(buffers[spec.name] for spec in layout.tensors)))
+    return contents
+
+
+def describe(taken: Sequence[Taken]) -> list[Described]:
+    """Tensors without their bytes."""
+    return [Described(tensor.name, tensor.dtype, tensor.shape) for tensor in taken]
+
+
+def prepare(
+    contents: Sequence[Content],
+    sinks: Sequence[Sink],
+    label: str,
+    finish: Callable[[], None],
+    *,
+    durable: bool,
+) -> Delivery:
+    """Write the header of each new file, and say what has to follow it."""
+    pieces: list[tuple[Piece, ...]] = []
+    buffers: list[Buffer] = []
+    for content, sink in zip(contents, sinks, strict=True):
+        sink.write([memoryview(content.layout.header)], 0)
+        pieces.append(place(content.layout.tensors, len(buffers)))
+        buffers.extend(content.buffers)
+    return Delivery(label, sinks, pieces, buffers, finish=finish, durable=durable)
+
+
+def write(
+    framework: Framework[Array],
+    array: Array,
+    path: PathLike,
+    *,
+    file_offset: int,
+    route: str,
+    progress: ShownProgress,
+    stream: Any,
+    context: Context | None,
+) -> Report:
+    """Write the bytes of one array; see ``headrace.torch.write`` for the parameters."""
+    context = context or default_context()
+    label, start = os.fspath(path), operator.index(file_offset)
+    if start < 0:
+        raise ValueError(f"file_offset is {start}; it must not be negative")
+    buffer = framework.memory(array, choose_stream(framework, stream, context))
+    pieces = (Piece(start, buffer.nbytes, 0, 0),) if buffer.nbytes else ()
+    sink = Sink(label, context.bindings.files)
+    try:
+        delivery = Delivery(label, (sink,), (pieces,), (buffer,))
+        with shown(progress, label) as told:
+            return context.deliver(delivery, route=route, progress=told)
+    finally:
+        sink.close()
