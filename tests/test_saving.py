@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 from safetensors.numpy import save_file as official_save_file
+from xxhash import xxh3_64_hexdigest
 
 import headrace as hr
 import headrace.numpy as hn
 from headrace import checkpoint_saving, saving
 from headrace.formats.checksums import stored_checksums
 from headrace.formats.safetensors import read_catalog
-from headrace.memory.buffer import Buffer
 from headrace.saving import Manner
 from headrace.testing import FakeCuda, FakeDeviceArray, FaultyFiles, Killed
 from tests.library import Library
@@ -326,39 +326,61 @@ def test_names_and_metadata_that_the_format_forbids_are_told_before_anything_is_
 # checksums and progress
 
 
-class Digesting(hr.Context):
-    """A context whose checksums are easily told: the first bytes of each tensor."""
-
-    def digest(self, buffers: Sequence[Buffer], *, progress: Any = None) -> tuple[str, ...]:
-        found = []
-        for buffer in buffers:
-            assert isinstance(buffer.owner, np.ndarray)
-            found.append(buffer.owner.tobytes()[:8].ljust(8, b"\0").hex())
-        return tuple(found)
+def digests(tensors: dict[str, np.ndarray]) -> dict[str, str]:
+    return {name: xxh3_64_hexdigest(array.tobytes()) for name, array in tensors.items()}
 
 
 def test_checksums_of_the_tensors_are_in_the_metadata(tmp_path: Path) -> None:
-    tensors = {name: array for name, array in model().items() if array.nbytes}
-    with Digesting() as context:
-        hn.save_file(tensors, tmp_path / "a", {"format": "pt"}, checksum=True, context=context)
+    hn.save_file(model(), tmp_path / "a", {"format": "pt"}, checksum=True)
     metadata = read_catalog(str(tmp_path / "a")).metadata
-    assert stored_checksums(metadata) == {
-        name: array.tobytes()[:8].hex() for name, array in tensors.items()
-    }
+    assert stored_checksums(metadata) == digests(model())
     assert metadata["format"] == "pt"
-    assert same(load_file(tmp_path / "a"), tensors)
+    assert same(load_file(tmp_path / "a"), model())
 
 
 def test_each_shard_has_the_checksums_of_its_own_tensors(tmp_path: Path) -> None:
-    tensors = {name: array for name, array in model().items() if array.nbytes}
-    with Digesting() as context:
-        hn.save(tensors, tmp_path, max_shard_nbytes=1000, checksum=True, context=context)
-    shards = sorted(tmp_path.glob("*.safetensors"))
-    assert len(shards) == len(tensors)
-    for path in shards:
-        catalog = read_catalog(str(path))
-        (name,) = (spec.name for spec in catalog.tensors)
-        assert stored_checksums(catalog.metadata) == {name: tensors[name].tobytes()[:8].hex()}
+    hn.save(model(), tmp_path, max_shard_nbytes=1000, checksum=True)
+    catalogs = [read_catalog(str(path)) for path in tmp_path.glob("*.safetensors")]
+    assert len(catalogs) > 2
+    for catalog in catalogs:
+        held = {spec.name: model()[spec.name] for spec in catalog.tensors}
+        assert stored_checksums(catalog.metadata) == digests(held)
+
+
+def test_checksums_of_a_device_come_after_work_on_the_given_stream(
+    tmp_path: Path, cuda: FakeCuda
+) -> None:
+    stream = cuda.create_stream()
+    array = FakeDeviceArray(cuda, 50_000)
+    cuda.enqueue_on(stream, lambda: array.fill(7))
+    with small_context(cuda) as context:
+        tensors = {"a": array}
+        path = tmp_path / "a"
+        save_file(Library(cuda), tensors, path, context=context, stream=stream, checksum=True)
+    stored = stored_checksums(read_catalog(str(path)).metadata)
+    assert stored == digests({"a": np.full(50_000, 7, np.uint8)})
+
+
+@pytest.mark.parametrize("kind", ["file", "checkpoint"])
+def test_damaged_byte_is_told_by_tensor_where_verify_is_asked_for(
+    tmp_path: Path, kind: str
+) -> None:
+    if kind == "file":
+        hn.save_file(model(), tmp_path / "model.safetensors", checksum=True)
+    else:
+        hn.save(model(), tmp_path, max_shard_nbytes=1000, checksum=True)
+    assert same(hn.load(tmp_path, verify=True), model())
+    (path,) = (p for p in tmp_path.glob("*.safetensors") if "tensor.70001" in load_file(p))
+    assert same(hn.load_file(path, verify=True), load_file(path))
+    offset = hr.explain(path, names=["tensor.70001"]).tensors[0]["file_offset"]
+    content = bytearray(path.read_bytes())
+    content[offset + 60_000] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(hr.FormatError, match=r"tensor\.70001"):
+        hn.load(tmp_path, verify=True)
+    with pytest.raises(hr.FormatError, match=r"tensor\.70001"):
+        hn.load_file(path, verify=True)
+    hn.load(tmp_path)
 
 
 def test_progress_counts_the_bytes_of_the_tensors(tmp_path: Path) -> None:
@@ -427,6 +449,18 @@ def test_what_cannot_be_written_makes_no_file(
     with pytest.raises(error):
         hn.write(array, tmp_path / "raw", file_offset=file_offset)
     assert os.listdir(tmp_path) == []
+
+
+def test_write_that_fails_gives_the_file_its_old_length_back(tmp_path: Path) -> None:
+    (tmp_path / "raw").write_bytes(b"x" * 100)
+    with hr.Context(files=FaultyFiles(enospc_after=10)) as context:
+        for name in ("raw", "new"):
+            with pytest.raises(OSError, match=r"No space|ENOSPC"):
+                hn.write(np.zeros(5000), tmp_path / name, file_offset=100, context=context)
+    with pytest.raises(ValueError, match="nowhere"):
+        hn.write(np.zeros(3), tmp_path / "new", route="nowhere")
+    assert (tmp_path / "raw").read_bytes() == b"x" * 100
+    assert os.listdir(tmp_path) == ["raw"]
 
 
 def test_two_devices_fill_the_shards_of_a_checkpoint(tmp_path: Path, cuda: FakeCuda) -> None:

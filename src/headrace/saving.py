@@ -15,7 +15,9 @@ from headrace.framework import Array, Framework, ShownProgress, Taken, choose_st
 from headrace.memory.buffer import Buffer
 from headrace.planning.coalesce import place
 from headrace.planning.plan import Piece
+from headrace.planning.route import parse_route
 from headrace.report import Report
+from headrace.requests import Request
 from headrace.storage.replacement import Replacement
 from headrace.storage.sink import Sink
 from headrace.survey import PathLike
@@ -122,7 +124,7 @@ def fill(
     digests: dict[str, str] = {}
     if manner.checksum:
         every = [tensor for group in groups for tensor in group]
-        found = context.digest([each.buffer for each in every])  # type: ignore[attr-defined]
+        found = context.digest([each.buffer for each in every])
         digests = dict(zip((tensor.name for tensor in every), found, strict=True))
     contents = []
     for group in groups:
@@ -174,12 +176,11 @@ def write(
     label, start = os.fspath(path), operator.index(file_offset)
     if start < 0:
         raise ValueError(f"file_offset is {start}; it must not be negative")
+    parse_route(route)  # before a file is made
     buffer = framework.memory(array, choose_stream(framework, stream, context))
-    pieces = (Piece(start, buffer.nbytes, 0, 0),) if buffer.nbytes else ()
-    sink = Sink(label, context.bindings.files)
-    try:
-        delivery = Delivery(label, (sink,), (pieces,), (buffer,))
-        with shown(progress, label) as told:
-            return context.deliver(delivery, route=route, progress=told)
-    finally:
-        sink.close()
+    request = Request(buffer, label, start, None)
+    with (
+        request.delivery(context.bindings.files, None) as delivery,
+        shown(progress, label) as told,
+    ):
+        return context.deliver(delivery, route=route, progress=told)

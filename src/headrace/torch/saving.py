@@ -48,7 +48,8 @@ def save_file(
         Whether tensors whose size is a multiple of 4096 bytes shall start at one, for faster reads.
         The file is as valid, but not what the official writer makes.
     checksum
-        Whether to add a checksum of each tensor to the metadata, for ``load(verify=True)``.
+        Whether to add a checksum of each tensor to the metadata, for ``load(verify=True)``; needs
+        the extra ``checksum``.
     fsync
         Whether to wait until storage has the file; without, a power cut may take old and new bytes.
     route
@@ -174,8 +175,8 @@ def write(
     array
         Contiguous; its bytes are written as they lie in memory.
     path
-        A file, made if it is missing. Bytes outside the range stay as they are; a write that fails
-        may have written some of it.
+        A file, made if it is missing. Bytes outside the range stay as they are. Where the write
+        fails, the file has its old length again, but some of the range may be written.
     file_offset
         First byte to write; any value.
     route, progress, stream, context
