@@ -302,7 +302,9 @@ class FakeCuFile:
             time.sleep(0)  # to whoever writes meanwhile
         view[lead : lead + len(data)] = data
         before = os.fstat(fd).st_size
-        done = self._files.pwritev(fd, [view], start)
+        done = 0
+        while done <= lead:  # a short count may end before what is to be written
+            done += self._files.pwritev(fd, [view[done:]], start + done)
         if start + done > max(before, stop):
             os.ftruncate(fd, max(before, stop))
         return max(min(done - lead, len(data)), 0)
