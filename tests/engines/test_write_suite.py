@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
 from abc import abstractmethod
@@ -29,6 +30,16 @@ from tests.engines.test_engine_suite import BUSY_FILLS, BUSY_NBYTES, find_framew
 from tests.support import folder_with_direct
 
 SHARED_MEMORY = Path("/dev/shm")
+
+
+@contextlib.contextmanager
+def temporary_tmpfs() -> Iterator[Path]:
+    """A folder in a tmpfs that others may look into, for the length of a block."""
+    if find_mount(str(SHARED_MEMORY), read_mounts(Linux())).file_system != "tmpfs":
+        pytest.skip(f"{SHARED_MEMORY} is no tmpfs")
+    with tempfile.TemporaryDirectory(dir=SHARED_MEMORY) as folder:
+        os.chmod(folder, 0o755)
+        yield Path(folder)
 
 
 @pytest.fixture(scope="session")
@@ -312,11 +323,8 @@ class InSharedMemory(InFolder, WriteSuite):
 
     @pytest.fixture
     def folder(self) -> Iterator[Path]:
-        if find_mount(str(SHARED_MEMORY), read_mounts(Linux())).file_system != "tmpfs":
-            pytest.skip(f"{SHARED_MEMORY} is no tmpfs")
-        with tempfile.TemporaryDirectory(dir=SHARED_MEMORY) as folder:
-            os.chmod(folder, 0o755)
-            yield Path(folder)
+        with temporary_tmpfs() as folder:
+            yield folder
 
 
 class MappedWrites(InSharedMemory, FakeWrites):
