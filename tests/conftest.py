@@ -9,7 +9,12 @@ import pytest
 from headrace.errors import DeviceError
 
 pytest.register_assert_rewrite(
-    "headrace.testing.engine_suite", "headrace.testing.format_suite", "tests.engines.gds_suite"
+    "headrace.testing.engine_suite",
+    "headrace.testing.format_suite",
+    "headrace.testing.route_suite",
+    "headrace.testing.write_checks",
+    "headrace.testing.write_suite",
+    "tests.engines.gds_suite",
 )
 
 _DEVICES = pytest.StashKey[int]()

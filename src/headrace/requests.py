@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import operator
 import os
 from collections.abc import Callable, Iterator
@@ -20,6 +21,8 @@ from headrace.planning.plan import Piece
 from headrace.storage.sink import Sink
 from headrace.survey import PathLike, Want
 from headrace.write_transfers import Delivery
+
+_MOST_NBYTES = (1 << 63) - 1  # file offsets are signed in every call
 
 LoadCuda = Callable[[], Cuda]
 """Gives the CUDA bindings, which only arrays and streams of a GPU need."""
@@ -55,15 +58,23 @@ class Request:
 
         Where the block fails, the file gets its old length back, or goes if it was made here.
         Bytes inside of the old length may then be old or new.
+
+        Raises
+        ------
+        OSError
+            The file cannot be opened or made, or cannot be so long (EFBIG).
         """
+        nbytes, stop = self.buffer.nbytes, self.file_offset + self.buffer.nbytes
+        if stop > _MOST_NBYTES:
+            what = f"the range ends at byte {stop}, and a file can have {_MOST_NBYTES}"
+            raise OSError(errno.EFBIG, what, self.path)
         sink = Sink(self.path, files)
-        nbytes = self.buffer.nbytes
         pieces = (Piece(self.file_offset, nbytes, 0, 0),) if nbytes else ()
         try:
             yield Delivery(self.path, (sink,), (pieces,), (self.buffer,), fence)
         except BaseException as error:
             try:
-                _undo(sink)
+                sink.restore(self.file_offset, stop)
             except OSError as second:
                 error.add_note(f"{self.path}: its old length could not be restored: {second}")
             raise
@@ -129,14 +140,3 @@ def _check_length(call: str, buffer: Any, whole: Buffer, nbytes: int | None) -> 
             f"{whole.nbytes}; pass a larger buffer or a smaller nbytes"
         )
     return nbytes
-
-
-def _undo(sink: Sink) -> None:
-    """Give a file its old length back, or remove it if there was none."""
-    files, opened = sink.files, sink.identity
-    if sink.created:
-        named = files.path_status(sink.path)
-        if (named.device, named.inode) == (opened.device, opened.inode):
-            files.remove(os.path.realpath(sink.path))
-    elif files.status(sink.fd).nbytes > sink.nbytes:
-        sink.resize(sink.nbytes)

@@ -71,6 +71,8 @@ class WriteTransfers(Transfers):
                 self._equipment.writer,
             )
             stats, plan = self._dispatch(plan, order, progress)
+            for transfer in plan.transfers:
+                delivery.sinks[transfer.source].check_holds(transfer.file_range.stop)
         if delivery.finish is not None:
             with watch.stage("sync"):
                 delivery.finish()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from headrace.context import Context
 from headrace.testing import FakeCuda, FakeDeviceArray
 from headrace.testing.fake_cuda import POISON
 from tests.engines.device_memory import DeviceMemory
@@ -34,3 +35,13 @@ class FakeBuffers(DeviceMemory):
         guard = bytes([POISON]) * self.lead
         assert (whole[: self.lead], whole[self.lead + buffer.nbytes :]) == (guard, guard)
         return buffer.tobytes()
+
+
+def check_cuda_released(cuda: FakeCuda, context: Context) -> None:
+    """Check that a closed context left nothing on a GPU, and kept to its budget."""
+    held = (cuda.live_streams, cuda.live_events, cuda.pinned_nbytes, cuda.pending_copies)
+    assert held == (0, 0, 0, 0)
+    assert cuda.mapped_nbytes == 0
+    assert cuda.peak_pinned_nbytes <= context.options.pinned_nbytes
+    assert cuda.errors == []
+    cuda.peak_pinned_nbytes = 0

@@ -1,4 +1,4 @@
-"""FaultyCuFile: any cuFile, also the real one, whose reads go wrong as those of FaultyFiles do."""
+"""FaultyCuFile: any cuFile, also the real one, that goes wrong as FaultyFiles does."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from headrace.testing import FaultyFiles
 class FaultyCuFile:
     """`headrace.bindings.cufile.CuFile` over another one, with the faults of files.
 
-    cuFile reads a descriptor itself, past `FaultyFiles.preadv`; so each `read` is announced there
-    and counted there. Only that call has faults: no engine makes those of batches and streams.
+    cuFile reads and writes a descriptor itself, past `FaultyFiles`; so each `read` and each `write`
+    is announced there and counted there. Only those calls have faults: no engine makes those of
+    batches and streams.
 
     Parameters
     ----------
@@ -21,7 +22,7 @@ class FaultyCuFile:
         What does the work. Its driver is open and stays so: opening and closing it are counted
         here and go no further, so that contexts may come and go over one real driver.
     files
-        Whose descriptors are read, and whose faults the reads have.
+        Whose descriptors are read and written, and whose faults the calls have.
 
     Attributes
     ----------
@@ -78,7 +79,14 @@ class FaultyCuFile:
     def write(
         self, handle: int, pointer: int, nbytes: int, file_offset: int, buffer_offset: int = 0
     ) -> int:
-        return self._inner.write(handle, pointer, nbytes, file_offset, buffer_offset)
+        fd = self.handles[handle]
+        taken = self._files.begin_write(fd, file_offset, nbytes, call="cuFileWrite")
+        done = 0
+        try:
+            done = self._inner.write(handle, pointer, taken, file_offset, buffer_offset)
+        finally:
+            self._files.end_write(fd, taken, done)
+        return done
 
     def create_batch(self, capacity: int) -> int:
         return self._inner.create_batch(capacity)

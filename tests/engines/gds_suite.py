@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import ClassVar
 
 from headrace.reading import read_into
-from headrace.testing.engine_suite import BLOCK, SMALL
 from headrace.testing.fake_cufile import Mode
+from headrace.testing.route_suite import BLOCK, SMALL
 from tests.engines.device_memory import DeviceMemory
 
 

@@ -17,10 +17,10 @@ from headrace.errors import DeviceError
 from headrace.options import Options
 from headrace.reading import read_into
 from headrace.testing import EngineSuite, FakeCuda, FakeDeviceArray
-from headrace.testing.engine_suite import BLOCK, SMALL
 from headrace.testing.fake_cuda import POISON
+from headrace.testing.route_suite import BLOCK, SMALL
 from tests.engines.device_memory import DeviceMemory
-from tests.engines.fake_buffers import FakeBuffers
+from tests.engines.fake_buffers import FakeBuffers, check_cuda_released
 
 BUSY_NBYTES = 1 << 30
 BUSY_FILLS = 200
@@ -82,13 +82,7 @@ class FakeDevice(FakeBuffers):
         return Context(**arguments, cuda=self.cuda)
 
     def check_released(self, context: Context) -> None:
-        cuda = self.cuda
-        held = (cuda.live_streams, cuda.live_events, cuda.pinned_nbytes, cuda.pending_copies)
-        assert held == (0, 0, 0, 0)
-        assert cuda.mapped_nbytes == 0
-        assert cuda.peak_pinned_nbytes <= context.options.pinned_nbytes
-        assert cuda.errors == []
-        cuda.peak_pinned_nbytes = 0
+        check_cuda_released(self.cuda, context)
 
     def test_user_work_queued_before_the_read_comes_first(self, tmp_path: Path) -> None:
         path = tmp_path / "file"
@@ -210,7 +204,7 @@ class RealDevice(DeviceMemory):
     device = 0
 
     def setup_method(self) -> None:
-        self.make_array, self.to_host = _find_framework(self.device)
+        self.make_array, self.to_host = find_framework(self.device)
         self.cuda: Cuda = CudaRuntime()
         self.whole: dict[int, Any] = {}
 
@@ -261,7 +255,7 @@ class TestCachedOnSecondGpu(RealDevice):
     device = 1
 
 
-def _find_framework(device: int) -> tuple[Callable[[int], Any], Callable[[Any], bytes]]:
+def find_framework(device: int) -> tuple[Callable[[int], Any], Callable[[Any], bytes]]:
     """How to make a poisoned array on a GPU, and how to get its bytes."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what a framework says at import is not our matter

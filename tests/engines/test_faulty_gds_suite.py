@@ -1,4 +1,4 @@
-"""EngineSuite on the route gds over the real cuFile, whose reads FaultyCuFile breaks.
+"""EngineSuite and WriteSuite on the route gds over the real cuFile, which FaultyCuFile breaks.
 
 The same tests run over FakeCuFile, which knows nothing of the faults there: this shows without a
 GPU that they arrive.
@@ -7,7 +7,6 @@ GPU that they arrive.
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,36 +17,24 @@ from headrace.bindings.cuda import Cuda
 from headrace.context import Context
 from headrace.engines.gds_session import GdsLease, GdsSession, process_session
 from headrace.testing import FakeCuda, FaultyFiles
-from headrace.testing.engine_suite import BLOCK, SMALL
 from headrace.testing.fake_cufile import FakeCuFile
-from tests.engines.fake_buffers import FakeBuffers
+from headrace.testing.route_suite import BLOCK, SMALL
+from headrace.testing.write_checks import make_data
+from tests.engines.fake_buffers import FakeBuffers, check_cuda_released
 from tests.engines.faulty_cufile import FaultyCuFile
 from tests.engines.gds_suite import GdsSuite
+from tests.engines.in_folder import InFolder
 from tests.engines.test_engine_suite import RealDevice
+from tests.engines.test_write_suite import DeviceWrites, FakeSources, RealWrites
 from tests.testbed import mounted_testbed
 
 
-class FaultyGds(GdsSuite):
-    """Contexts over one open driver; all files of the tests lie in `folder`."""
+class OneDriver(InFolder):
+    """Contexts over one open driver, whose calls FaultyCuFile breaks."""
 
     __test__ = False
-    mode = "compat"
     cuda: Cuda
     lease: GdsLease
-
-    @pytest.fixture
-    def folder(self, tmp_path_factory: pytest.TempPathFactory) -> Path:
-        return tmp_path_factory.mktemp("gds")
-
-    @pytest.fixture(autouse=True)
-    def _temporary_files(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Also a property's files lie there; no example may ask for a fixture of its own."""
-        monkeypatch.setattr(tempfile, "tempdir", str(folder))
-
-    @pytest.fixture
-    def tmp_path(self, folder: Path) -> Iterator[Path]:
-        with tempfile.TemporaryDirectory(dir=folder) as path:
-            yield Path(path)
 
     def make_context(self, **arguments: Any) -> Context:
         files = arguments.setdefault("files", FaultyFiles())
@@ -59,6 +46,11 @@ class FaultyGds(GdsSuite):
         cufile = context.bindings.cufile
         assert isinstance(cufile, FaultyCuFile)
         assert (cufile.handles, cufile.buffers, cufile.driver_uses) == ({}, set(), 0)
+
+
+class FaultyGds(OneDriver, GdsSuite):
+    __test__ = False
+    mode = "compat"
 
     @pytest.mark.parametrize("fault", [{}, {"short_reads": 1000}], ids=str)
     def test_statistics_count_each_wanted_byte_once(
@@ -91,13 +83,13 @@ class FaultyGds(GdsSuite):
             self.check_read(context, path, 5, 33 << 20)
 
 
-class FaultyFakeGds(FaultyGds, FakeBuffers):
+class OneFakeDriver(OneDriver):
     __test__ = False
     cuda: FakeCuda
 
     def setup_method(self) -> None:
-        super().setup_method()
-        self.cufile = FakeCuFile(self.cuda, mode=self.mode)
+        super().setup_method()  # type: ignore[misc]
+        self.cufile = FakeCuFile(self.cuda, mode="compat")
         self.lease = GdsSession(self.cufile).lease()
 
     def teardown_method(self) -> None:
@@ -107,8 +99,11 @@ class FaultyFakeGds(FaultyGds, FakeBuffers):
     def check_released(self, context: Context) -> None:
         super().check_released(context)
         assert (self.cufile.handles, self.cufile.buffers) == ({}, {})
-        assert (self.cuda.live_streams, self.cuda.live_events) == (0, 0)
-        assert (self.cuda.pinned_nbytes, self.cuda.errors) == (0, [])
+        check_cuda_released(self.cuda, context)
+
+
+class FaultyFakeGds(OneFakeDriver, FaultyGds, FakeBuffers):
+    __test__ = False
 
 
 class TestFaultyGds(FaultyFakeGds):
@@ -134,7 +129,7 @@ def real_lease(mount: Path) -> Iterator[GdsLease]:
     lease.close()
 
 
-class RealGds(FaultyGds, RealDevice):
+class OneRealDriver(OneDriver):
     __test__ = False
 
     @pytest.fixture
@@ -145,6 +140,10 @@ class RealGds(FaultyGds, RealDevice):
     @pytest.fixture(autouse=True)
     def _lend(self, real_lease: GdsLease) -> None:
         self.lease = real_lease
+
+
+class RealGds(OneRealDriver, FaultyGds, RealDevice):
+    __test__ = False
 
     def test_contexts_share_the_driver_of_the_process(self, tmp_path: Path) -> None:
         path, held = tmp_path / "file", process_session().leases
@@ -165,4 +164,48 @@ class TestGdsOnGpu(RealGds):
 @pytest.mark.gpu
 @pytest.mark.root
 class TestGdsAlignedOnGpu(RealGds):
+    lead = 0
+
+
+class FaultyGdsWrites(OneDriver, DeviceWrites):
+    __test__ = False
+    route = "gds"
+
+    def test_whole_pages_go_by_the_route_and_the_ends_by_the_page_cache(
+        self, tmp_path: Path
+    ) -> None:
+        ends = BLOCK - 3 + 703
+        before = self.lease.cufile.read_counters()
+        with self.open_context(short_writes=BLOCK) as (context, files):
+            self.check_write(context, tmp_path / "file", make_data(20 * BLOCK + 700), 3)
+        after = self.lease.cufile.read_counters()
+        assert before is not None
+        assert after is not None
+        done = after - before
+        assert done.written_nbytes == files.direct_written_nbytes == 20 * BLOCK + 700 - ends
+        assert files.buffered_written_nbytes == ends
+        assert done.compatibility("writes")
+
+    def test_large_buffer_is_written_too(self, tmp_path: Path) -> None:
+        with self.open_context() as (context, _):
+            self.check_write(context, tmp_path / "file", make_data((33 << 20) + 13), 5)
+
+
+class TestFaultyGdsWrites(OneFakeDriver, FaultyGdsWrites, FakeSources):
+    pass
+
+
+class RealGdsWrites(OneRealDriver, FaultyGdsWrites, RealWrites):
+    __test__ = False
+
+
+@pytest.mark.gpu
+@pytest.mark.root
+class TestGdsWritesOnGpu(RealGdsWrites):
+    pass
+
+
+@pytest.mark.gpu
+@pytest.mark.root
+class TestGdsWritesAlignedOnGpu(RealGdsWrites):
     lead = 0

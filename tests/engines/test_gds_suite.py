@@ -13,9 +13,9 @@ from headrace.errors import DeviceError, RouteUnavailable
 from headrace.probing.fact import Fact
 from headrace.reading import read_into
 from headrace.testing import FakeCuda, FakeDeviceArray, FaultyFiles
-from headrace.testing.engine_suite import BLOCK, SMALL
 from headrace.testing.fake_cufile import FakeCuFile
 from headrace.testing.faulty_files import pages_where
+from headrace.testing.route_suite import BLOCK, SMALL
 from tests.engines.fake_buffers import FakeBuffers
 from tests.engines.gds_suite import GdsSuite
 

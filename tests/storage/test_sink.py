@@ -267,13 +267,17 @@ def test_file_system_that_cannot_reserve_says_false_and_nothing_is_written(
 
 
 @pytest.mark.parametrize("old", [0, 100, 6 * PAGE])
-def test_no_room_to_reserve_is_enospc_and_the_size_stays(tmp_path: Path, old: int) -> None:
+def test_no_room_to_reserve_is_enospc_and_restore_gives_the_size_back(
+    tmp_path: Path, old: int
+) -> None:
     path = folder_with_fallocate(tmp_path) / "file"
     content = write_random(path, old)
     files = FaultyFiles(enospc_after=2 * PAGE)
-    with open_sink(path, files) as sink, pytest.raises(OSError, match="ENOSPC") as caught:
-        sink.allocate(0, 5 * PAGE)
-    assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, str(path))
+    with open_sink(path, files) as sink:
+        with pytest.raises(OSError, match="ENOSPC") as caught:
+            sink.allocate(0, 5 * PAGE)
+        assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, str(path))
+        sink.restore(0, 5 * PAGE)
     assert path.read_bytes() == content
 
 
@@ -305,7 +309,8 @@ def test_full_volume_is_enospc_and_has_its_space_back(tmp_path: Path) -> None:
         with open_sink(path) as sink:
             with pytest.raises(OSError, match="ENOSPC") as caught:
                 sink.allocate(0, 2 << 20)
-            assert (caught.value.errno, path.stat().st_size) == (errno.ENOSPC, 0)
+            sink.restore(0, 2 << 20)
+            assert (caught.value.errno, path.exists()) == (errno.ENOSPC, False)
             assert sink.allocate(0, 1 << 19)
             with pytest.raises(OSError, match="No space") as caught:
                 sink.write([memoryview(bytes(2 << 20))], 0)

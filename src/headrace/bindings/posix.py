@@ -132,6 +132,9 @@ class Files(Protocol):
     def resize(self, fd: int, nbytes: int) -> None:
         """Cut the file, or extend it by a hole (ftruncate)."""
 
+    def next_data(self, fd: int, file_offset: int) -> int | None:
+        """First byte at or after an offset that is in no hole (SEEK_DATA); None for none."""
+
     def sync(self, fd: int) -> None:
         """Wait until storage has the file's bytes and attributes (fsync)."""
 
@@ -286,6 +289,15 @@ class PosixFiles:
     def resize(self, fd: int, nbytes: int) -> None:
         """See `Files.resize`."""
         os.ftruncate(fd, nbytes)
+
+    def next_data(self, fd: int, file_offset: int) -> int | None:
+        """See `Files.next_data`."""
+        try:
+            return os.lseek(fd, file_offset, os.SEEK_DATA)
+        except OSError as error:
+            if error.errno == errno.ENXIO:
+                return None
+            raise
 
     def sync(self, fd: int) -> None:
         """See `Files.sync`."""

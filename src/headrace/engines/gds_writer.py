@@ -73,9 +73,6 @@ class GdsWriter(GdsTransfer):
 
 
 def _aligned_part(piece: Piece) -> tuple[int, int]:
-    """Where whole pages of a piece begin and end in the file; its end twice if there are none."""
-    lower, upper = (
-        align_up(piece.file_offset, PAGE_NBYTES),
-        align_down(piece.file_stop, PAGE_NBYTES),
-    )
-    return (lower, upper) if lower < upper else (piece.file_stop, piece.file_stop)
+    """Where whole pages of a piece begin and end in the file; what lies outside is below a page."""
+    lower = min(align_up(piece.file_offset, PAGE_NBYTES), piece.file_stop)
+    return lower, max(align_down(piece.file_stop, PAGE_NBYTES), lower)

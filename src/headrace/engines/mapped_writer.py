@@ -60,7 +60,8 @@ class MappedWriter:
             The kernel cannot back a mapping with pages, or CUDA cannot register them.
         """
         device = cargo.buffers[cargo.transfers[0].pieces[0].buffer].device.index
-        _extend(cargo)
+        for transfer in cargo.transfers:  # pages can only be mapped inside of a file
+            cargo.sinks[transfer.source].extend(transfer.file_range.stop)
 
         def work(jobs: Jobs, tally: Tally) -> None:
             windows: list[Mapping] = []
@@ -97,10 +98,11 @@ class MappedWriter:
         return mapping.pointer - start
 
     def _release(self, windows: list[Mapping]) -> None:
-        while windows:
-            mapping = windows.pop()
-            self._cuda.unregister_host(mapping.pointer)
-            mapping.close()
+        with contextlib.ExitStack() as stack:  # each window, even when the driver fails for one
+            while windows:
+                mapping = windows.pop()
+                stack.callback(mapping.close)
+                stack.callback(self._cuda.unregister_host, mapping.pointer)
 
     def _sleep(self, lane: Lane) -> None:
         """Wait for the copies without a busy CPU."""
@@ -112,16 +114,11 @@ class MappedWriter:
 def _map_window(sink: Sink, start: int, nbytes: int) -> Mapping:
     try:
         return sink.files.map_for_writing(sink.fd, start, nbytes)
-    except OSError as error:
+    except (OSError, ValueError) as error:
+        sink.check_holds(start + nbytes)  # a file that was truncated explains it
+        if isinstance(error, ValueError):  # truncated and extended again
+            raise OSError(errno.ESTALE, f"{error}; write it again", sink.path) from error
         if error.errno in (errno.EINVAL, errno.ENOSYS, errno.ENODEV):
             raise RouteUnavailable(f"route 'mapped' cannot serve: mmap: {error}") from error
         error.filename = sink.path
         raise
-
-
-def _extend(cargo: Cargo) -> None:
-    """Make files as long as they will be: pages can only be mapped inside of them."""
-    for transfer in cargo.transfers:
-        sink: Sink = cargo.sinks[transfer.source]
-        if sink.files.status(sink.fd).nbytes < transfer.file_range.stop:
-            sink.resize(transfer.file_range.stop)

@@ -5,8 +5,11 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 
 from headrace.bindings.posix import Files
+from headrace.memory.alignment import align_down, align_up
+from headrace.options import PAGE_NBYTES
 from headrace.storage.open_file import OpenFile, regular_status
 
 
@@ -74,8 +77,6 @@ class Sink(OpenFile):
     def allocate(self, start: int, stop: int) -> bool:
         """Reserve space for a stretch, and grow the file to its end if that is beyond it.
 
-        Nobody may write to the file meanwhile: what it grew by is cut off again on failure.
-
         Returns
         -------
         bool
@@ -84,20 +85,70 @@ class Sink(OpenFile):
         Raises
         ------
         OSError
-            There is no room (ENOSPC); the file has the size that it had before.
+            There is no room (ENOSPC); the file may have grown by a part, which `restore` undoes.
         """
         if start == stop:
             return True
-        before = self._files.status(self._fd).nbytes
         try:
             self._named(self._files.allocate, self._fd, start, stop - start)
         except OSError as error:
             if error.errno in (errno.EOPNOTSUPP, errno.ENOSYS):
                 return False
-            if stop > before:
-                self.resize(before)  # part of the space may have been had
             raise
         return True
+
+    def extend(self, nbytes: int) -> None:
+        """Make the file at least so long, whoever else makes it longer meanwhile.
+
+        Its last byte is overwritten if it is as long by now: the caller is about to write it.
+
+        Raises
+        ------
+        OSError
+            As for `write`.
+        """
+        if self._files.status(self._fd).nbytes < nbytes:
+            self.write([memoryview(b"\0")], nbytes - 1)
+
+    def check_holds(self, stop: int) -> None:
+        """Check, after writing up to `stop`, that the bytes are where readers of the path look.
+
+        Raises
+        ------
+        OSError
+            The file was truncated, replaced or removed meanwhile (ESTALE).
+        """
+        now = self._files.status(self._fd).nbytes
+        if now < stop:
+            raise self._changed(f"it was truncated to {now} bytes")
+        try:
+            named = self._files.path_status(self.path)
+        except (FileNotFoundError, NotADirectoryError):
+            raise self._changed("it was removed") from None
+        if (named.device, named.inode) != (self.identity.device, self.identity.inode):
+            raise self._changed("it was replaced by another file")
+
+    def restore(self, start: int, stop: int) -> None:
+        """Undo what writing into a stretch did to the file's length; its old bytes may be gone.
+
+        The file gets its old length back, or is removed if it was made here. What others wrote
+        meanwhile, between the old end and the stretch or behind it, stays, and so does the length.
+
+        Raises
+        ------
+        OSError
+            As the operating system says.
+        """
+        now, end = self._files.status(self._fd).nbytes, self.nbytes
+        if self._created and not now:
+            self._remove()
+        elif max(start, end) < now <= stop:  # else it is not we who made it so long
+            if self._others_wrote(end, start):
+                end = start
+            if self._created and not end:
+                self._remove()
+            else:
+                self.resize(end)
 
     def resize(self, nbytes: int) -> None:
         """Cut the file to a size, or extend it by a hole, in bytes.
@@ -118,6 +169,35 @@ class Sink(OpenFile):
             Bytes written earlier did not reach storage (EIO, ENOSPC).
         """
         self._named(self._files.sync, self._fd)
+
+    def _others_wrote(self, start: int, stop: int) -> bool:
+        """Whether a stretch that was not there, and into which nothing was written here, has data.
+
+        Pages of it count if they are in no hole; parts of a page, which it shares with what was
+        there or was written here, if a byte is not 0.
+        """
+        if start >= stop:
+            return False
+        lower, upper = align_up(start, PAGE_NBYTES), align_down(stop, PAGE_NBYTES)
+        if lower < upper:
+            found = self._named(self._files.next_data, self._fd, lower)
+            if found is not None and found < upper:
+                return True
+        parts = ((start, min(lower, stop)), (max(upper, start), stop))
+        return any(self._holds_bytes(first, end) for first, end in parts)
+
+    def _holds_bytes(self, start: int, stop: int) -> bool:
+        block = bytearray(max(stop - start, 0))
+        return self._named(self._files.preadv, self._fd, [memoryview(block)], start) > 0 and any(
+            block
+        )
+
+    def _remove(self) -> None:
+        """Remove the file, unless somebody did, or put another one there."""
+        with suppress(FileNotFoundError, NotADirectoryError):
+            named = self._files.path_status(self.path)
+            if (named.device, named.inode) == (self.identity.device, self.identity.inode):
+                self._files.remove(os.path.realpath(self.path))
 
     def _open(self) -> int:
         try:

@@ -19,6 +19,7 @@ from headrace.testing.faulty_writing import Killed
 if TYPE_CHECKING:
     from headrace.testing.engine_suite import EngineSuite
     from headrace.testing.format_suite import FormatSuite
+    from headrace.testing.write_suite import WriteSuite
 
 __all__ = [
     "EngineSuite",
@@ -28,6 +29,7 @@ __all__ = [
     "FaultyFiles",
     "FormatSuite",
     "Killed",
+    "WriteSuite",
 ]
 
 
@@ -35,6 +37,7 @@ def __getattr__(name: str) -> Any:
     modules = {
         "EngineSuite": "headrace.testing.engine_suite",
         "FormatSuite": "headrace.testing.format_suite",
+        "WriteSuite": "headrace.testing.write_suite",
     }
     if name not in modules:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -42,5 +45,6 @@ def __getattr__(name: str) -> Any:
         import pytest
 
         # Without it a failed assertion of the suite would not show its values.
-        pytest.register_assert_rewrite(modules[name])
+        shared = [f"headrace.testing.{name}" for name in ("route_suite", "write_checks")]
+        pytest.register_assert_rewrite(modules[name], *shared)
     return getattr(import_module(modules[name]), name)

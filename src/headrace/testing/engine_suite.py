@@ -24,18 +24,15 @@ import errno
 import json
 import mmap
 import os
-import random
 import tempfile
-import threading
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.context import Context
@@ -50,18 +47,18 @@ from headrace.options import Options
 from headrace.reading import read_into
 from headrace.report import Report
 from headrace.testing.fake_cuda import POISON
-from headrace.testing.faulty_files import FaultyFiles, pages_where
+from headrace.testing.faulty_files import pages_where
+from headrace.testing.route_suite import (
+    BLOCK,
+    RouteSuite,
+    run_at_once,
+    run_property,
+    write_sample,
+)
 from headrace.testing.strategies import ReadRequest, read_requests, tunings
 
-BLOCK = 4096
 MEGABYTE = (1 << 20) // mmap.PAGESIZE
-SMALL = Options(workers=4, block_nbytes=BLOCK, pinned_nbytes=4 * BLOCK)
-TIMEOUT_S = 60
 
-# Each subclass runs the same test functions, which Hypothesis would otherwise take for a mistake.
-_property = settings(
-    deadline=None, max_examples=60, suppress_health_check=[HealthCheck.differing_executors]
-)
 _changes = pytest.mark.parametrize(
     "change",
     [
@@ -77,25 +74,10 @@ _changes = pytest.mark.parametrize(
 )
 
 
-class EngineSuite(ABC):
+class EngineSuite(RouteSuite):
     """Tests that a route must pass; a subclass says for which memory and in which context."""
 
     __test__ = False
-
-    route: ClassVar[str]
-    """Route to force."""
-    unfit_route: ClassVar[str]
-    """A route that can never serve this kind of memory."""
-
-    def __init_subclass__(cls, **arguments: Any) -> None:
-        """Let pytest collect the subclass, unless that says otherwise itself."""
-        super().__init_subclass__(**arguments)
-        if "__test__" not in cls.__dict__:
-            cls.__test__ = True
-
-    @abstractmethod
-    def make_context(self, **arguments: Any) -> Context:
-        """Make a context; `arguments` are ``options`` and ``files``."""
 
     @abstractmethod
     def make_buffer(self, nbytes: int) -> Any:
@@ -104,22 +86,6 @@ class EngineSuite(ABC):
     @abstractmethod
     def read_back(self, buffer: Any) -> bytes:
         """Bytes of a destination, without waiting for anything."""
-
-    def check_released(self, context: Context) -> None:
-        """Check what a closed context left behind; a subclass adds what it can see."""
-        assert not [thread for thread in threading.enumerate() if thread.name == "headrace"]
-
-    @contextmanager
-    def open_context(
-        self, options: Options = SMALL, **faults: Any
-    ) -> Iterator[tuple[Context, FaultyFiles]]:
-        """Make a context over faulty files, and check afterwards that it left nothing behind."""
-        files = FaultyFiles(**faults)
-        context = self.make_context(options=options, files=files)
-        with context:
-            yield context, files
-        assert not files.open_descriptors
-        self.check_released(context)
 
     def check_read(
         self,
@@ -164,13 +130,13 @@ class EngineSuite(ABC):
         assert self.read_back(buffer) == bytes([POISON]) * buffer_nbytes
         return caught.value
 
-    @_property
+    @run_property
     @given(asked=read_requests(1 << 18), options=tunings(), slack=st.integers(0, 9))
     def test_bytes_equal_pread_for_any_range_and_options(
         self, asked: ReadRequest, options: Options, slack: int
     ) -> None:
         with tempfile.TemporaryDirectory() as folder, self.open_context(options) as (context, _):
-            path = _write(Path(folder), asked.file_nbytes)
+            path = write_sample(Path(folder), asked.file_nbytes)
             self.check_read(context, path, asked.file_offset, asked.nbytes, slack=slack)
             self.check_read(context, path, asked.file_offset, asked.nbytes, route="auto")
 
@@ -192,18 +158,18 @@ class EngineSuite(ABC):
     def test_bytes_equal_pread_at_the_edges(
         self, tmp_path: Path, file_nbytes: int, file_offset: int, nbytes: int
     ) -> None:
-        path = _write(tmp_path, file_nbytes)
+        path = write_sample(tmp_path, file_nbytes)
         with self.open_context() as (context, _):
             self.check_read(context, path, file_offset, nbytes, slack=5000)
 
     def test_more_blocks_than_the_pinned_budget_pass_through_it(self, tmp_path: Path) -> None:
-        path = _write(tmp_path, 100 * BLOCK + 3)
+        path = write_sample(tmp_path, 100 * BLOCK + 3)
         one_block = Options(workers=8, block_nbytes=BLOCK, pinned_nbytes=BLOCK)
         with self.open_context(one_block) as (context, _):
             self.check_read(context, path)
 
     def test_without_nbytes_the_buffer_is_filled(self, tmp_path: Path) -> None:
-        path, buffer = _write(tmp_path, 3 * BLOCK), self.make_buffer(BLOCK + 1)
+        path, buffer = write_sample(tmp_path, 3 * BLOCK), self.make_buffer(BLOCK + 1)
         with self.open_context() as (context, _):
             report = read_into(buffer, path, file_offset=7, route=self.route, context=context)
         assert report.nbytes == BLOCK + 1
@@ -221,7 +187,7 @@ class EngineSuite(ABC):
     def test_auto_gives_the_same_bytes_whatever_is_resident(
         self, tmp_path: Path, held: Callable[[int], bool]
     ) -> None:
-        path = _write(tmp_path, (6 << 20) + 77)
+        path = write_sample(tmp_path, (6 << 20) + 77)
         options = Options(workers=2, block_nbytes=1 << 18, pinned_nbytes=1 << 19)
         with self.open_context(options, resident=pages_where(held)) as (context, _):
             report = self.check_read(context, path, 4097, (6 << 20) - 4097, route="auto", slack=9)
@@ -245,13 +211,13 @@ class EngineSuite(ABC):
     def test_fault_that_can_be_overcome_changes_no_bytes(
         self, tmp_path: Path, fault: dict[str, Any]
     ) -> None:
-        path = _write(tmp_path, 3 * BLOCK + 700)
+        path = write_sample(tmp_path, 3 * BLOCK + 700)
         with self.open_context(**fault) as (context, _):
             self.check_read(context, path, 3, slack=9)
             self.check_read(context, path, 3, route="auto")
 
     def test_route_around_the_page_cache_reads_nothing_through_it(self, tmp_path: Path) -> None:
-        path = _write(tmp_path, 20 * BLOCK + 700)
+        path = write_sample(tmp_path, 20 * BLOCK + 700)
         with self.open_context(short_reads=BLOCK) as (context, files):
             self.check_read(context, path, 3)
         through, around = files.buffered_nbytes, files.direct_nbytes
@@ -261,7 +227,7 @@ class EngineSuite(ABC):
     def test_read_error_stays_itself_and_the_context_usable(
         self, tmp_path: Path, eio_at: int
     ) -> None:
-        path = _write(tmp_path, 20 * BLOCK)
+        path = write_sample(tmp_path, 20 * BLOCK)
         with self.open_context(eio_at=eio_at) as (context, files):
             with pytest.raises(OSError, match="EIO") as caught:
                 self.check_read(context, path)
@@ -275,38 +241,38 @@ class EngineSuite(ABC):
     def test_change_during_the_read_is_told_and_the_context_stays_usable(
         self, tmp_path: Path, change: dict[str, Any]
     ) -> None:
-        path = _write(tmp_path, 20 * BLOCK)
+        path = write_sample(tmp_path, 20 * BLOCK)
         with self.open_context(**change) as (context, files):
             with pytest.raises(SourceChanged, match=str(path)):
                 self.check_read(context, path)
             assert not files.open_descriptors
-            self.check_read(context, _write(tmp_path, 9 * BLOCK + 1))
+            self.check_read(context, write_sample(tmp_path, 9 * BLOCK + 1))
 
     @pytest.mark.parametrize(("file_offset", "nbytes"), [(0, 101), (50, 51), (100, 1), (101, 1)])
     def test_range_past_the_end_is_a_short_read_before_anything_moves(
         self, tmp_path: Path, file_offset: int, nbytes: int
     ) -> None:
-        path = _write(tmp_path, 100)
+        path = write_sample(tmp_path, 100)
         self.check_refused(ShortRead, path, 200, file_offset=file_offset, nbytes=nbytes)
 
     def test_buffer_too_small_is_a_mismatch_before_anything_moves(self, tmp_path: Path) -> None:
-        self.check_refused(BufferMismatch, _write(tmp_path, 100), 10, nbytes=11)
+        self.check_refused(BufferMismatch, write_sample(tmp_path, 100), 10, nbytes=11)
 
     @pytest.mark.parametrize("argument", ["file_offset", "nbytes"])
     def test_negative_number_is_a_value_error(self, tmp_path: Path, argument: str) -> None:
         wrong: dict[str, Any] = {argument: -1}
-        self.check_refused(ValueError, _write(tmp_path, 100), 10, **wrong)
+        self.check_refused(ValueError, write_sample(tmp_path, 100), 10, **wrong)
 
     def test_unknown_route_is_a_value_error(self, tmp_path: Path) -> None:
-        self.check_refused(ValueError, _write(tmp_path, 100), 10, route="teleport")
+        self.check_refused(ValueError, write_sample(tmp_path, 100), 10, route="teleport")
 
     def test_route_unfit_for_the_memory_is_unavailable_with_its_name(self, tmp_path: Path) -> None:
-        path = _write(tmp_path, 100)
+        path = write_sample(tmp_path, 100)
         error = self.check_refused(RouteUnavailable, path, 10, route=self.unfit_route)
         assert self.unfit_route in str(error)
 
     def test_refused_o_direct_rules_out_that_route_alone(self, tmp_path: Path) -> None:
-        path = _write(tmp_path, 2 << 20)
+        path = write_sample(tmp_path, 2 << 20)
         self.check_refused(RouteUnavailable, path, 10, {"refuse_direct": True}, route="direct")
         missing = pages_where(lambda _: False)
         with self.open_context(refuse_direct=True, resident=missing) as (context, _):
@@ -325,14 +291,14 @@ class EngineSuite(ABC):
     def test_concurrent_reads_share_a_context_and_its_budget(
         self, tmp_path: Path, readers: int, budget: int
     ) -> None:
-        path = _write(tmp_path, 50 * BLOCK + 9)
+        path = write_sample(tmp_path, 50 * BLOCK + 9)
         options = Options(workers=3, block_nbytes=BLOCK, pinned_nbytes=budget * BLOCK)
         with self.open_context(options) as (context, _):
             offsets = [11 * reader + 1 for reader in range(readers)]
-            _run_at_once([partial(self.check_read, context, path, each) for each in offsets])
+            run_at_once([partial(self.check_read, context, path, each) for each in offsets])
 
     def test_failed_read_leaves_concurrent_reads_alone(self, tmp_path: Path) -> None:
-        path = _write(tmp_path, 60 * BLOCK)
+        path = write_sample(tmp_path, 60 * BLOCK)
 
         def fail() -> None:
             with pytest.raises(OSError, match="EIO"):
@@ -340,10 +306,10 @@ class EngineSuite(ABC):
 
         with self.open_context(eio_at=50 * BLOCK) as (context, _):
             sound = partial(self.check_read, context, path, 1, 40 * BLOCK)
-            _run_at_once([sound, fail, sound, fail])
+            run_at_once([sound, fail, sound, fail])
 
     def test_closing_twice_is_allowed_and_reading_then_is_an_error(self, tmp_path: Path) -> None:
-        path = _write(tmp_path, 2 * BLOCK)
+        path = write_sample(tmp_path, 2 * BLOCK)
         with self.open_context() as (context, files):
             self.check_read(context, path)
             context.close()
@@ -354,7 +320,7 @@ class EngineSuite(ABC):
             assert files.opens == opens
 
     def test_report_is_plain_data_and_names_file_and_routes(self, tmp_path: Path) -> None:
-        path = _write(tmp_path, 2 * BLOCK)
+        path = write_sample(tmp_path, 2 * BLOCK)
         with self.open_context() as (context, _):
             report = self.check_read(context, path)
         record = json.loads(json.dumps(report.to_dict()))
@@ -365,30 +331,7 @@ class EngineSuite(ABC):
         assert {each["route"] for each in record["rejected"]}.isdisjoint({self.route})
 
 
-def _write(folder: Path, nbytes: int) -> Path:
-    """Write a file of bytes that no two blocks share."""
-    path = folder / f"{nbytes}.bin"
-    path.write_bytes(random.Random(nbytes).randbytes(nbytes))
-    return path
-
-
 def _pread(path: Path, file_offset: int, nbytes: int | None) -> bytes:
     with open(path, "rb") as file:
         length = os.fstat(file.fileno()).st_size - file_offset if nbytes is None else nbytes
         return os.pread(file.fileno(), length, file_offset)
-
-
-def _run_at_once(tasks: list[Callable[[], object]]) -> None:
-    """Run tasks in threads; daemons, so that a deadlock fails the test and does not hang it."""
-    done: list[int] = []
-
-    def attempt(number: int) -> None:
-        tasks[number]()
-        done.append(number)
-
-    threads = [threading.Thread(target=attempt, args=(n,), daemon=True) for n in range(len(tasks))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(TIMEOUT_S)
-    assert sorted(done) == list(range(len(tasks))), "a reader failed or did not end"

@@ -316,13 +316,17 @@ class FakeCuda:
         self.pending_copies += 1
         self.pageable_copies += target is None or origin is None
 
-    def _run_copy(self, copy: Copy, *blocks: Block | None) -> None:
+    def _run_copy(self, copy: Copy, target: Block | None, origin: Block | None) -> None:
         self.pending_copies -= 1
-        for block in blocks:
+        for block in (target, origin):
             if block is not None and not block.alive:
                 what = f"{block} was freed while a queued copy of {copy[2]} bytes names it"
                 self._refuse("cudaMemcpyAsync", "cudaErrorIllegalAddress", 700, what)
-        move(*copy, of_file=blocks[-1] is not None and blocks[-1].read_only)
+        move(
+            *copy,
+            of_file=origin is not None and origin.read_only,
+            to_locked=target is not None and target.device is None,
+        )
         self.copies += 1
         self.copied_nbytes += copy[2]
 

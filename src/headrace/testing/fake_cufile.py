@@ -6,6 +6,7 @@ import fcntl
 import itertools
 import os
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NoReturn
@@ -52,7 +53,8 @@ class FakeCuFile:
     cuda
         Owns the memory.
     files
-        What the bytes are read with; `headrace.testing.FaultyFiles` brings its faults along.
+        What the bytes are read and written with; `headrace.testing.FaultyFiles` brings its faults
+        along.
     mode
         The way that the statistics tell of: "p2p", "nvfs", or "compat" for POSIX reads.
     codes
@@ -178,16 +180,14 @@ class FakeCuFile:
     def write(
         self, handle: int, pointer: int, nbytes: int, file_offset: int, buffer_offset: int = 0
     ) -> int:
-        """See `CuFile.write`."""
+        """See `CuFile.write`; what is not aligned is written with the pages around it."""
         call = "cuFileWrite"
         self._begin(call)
         fd = self._find_fd(call, handle)
         self._check_on_gpu(call, pointer)
         source = pointer + buffer_offset
         limit = nbytes if self.short_reads is None else min(nbytes, self.short_reads)
-        view = map_pages(limit)[:limit]  # O_DIRECT takes aligned memory only
-        view[:] = self._cuda.device_bytes(source, limit)
-        count = os.pwritev(fd, [view], file_offset)
+        count = self._pwrite(fd, self._cuda.device_bytes(source, limit), file_offset)
         with self._lock:
             self._counts.writes += 1
             self._counts.unaligned_writes += _is_unaligned(source, nbytes, file_offset)
@@ -285,6 +285,29 @@ class FakeCuFile:
             if not count:
                 break
         return bytes(view[lead : min(done, lead + wanted)])
+
+    def _pwrite(self, fd: int, data: bytes, file_offset: int) -> int:
+        """Write as the descriptor demands: O_DIRECT takes whole pages only.
+
+        Of others the pages around are read, changed and written back whole, over whatever others
+        wrote there meanwhile; of a file that ends inside of them, the end stays.
+        """
+        stop = file_offset + len(data)
+        unit = _PAGE if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT else 1
+        start = align_down(file_offset, unit)
+        view = map_pages(align_up(stop, unit) - start)
+        lead = file_offset - start
+        if lead or len(view) > len(data):
+            self._files.preadv(fd, [view], start)
+            time.sleep(0)  # to whoever writes meanwhile
+        view[lead : lead + len(data)] = data
+        before = os.fstat(fd).st_size
+        done = 0
+        while done <= lead:  # a short count may end before what is to be written
+            done += self._files.pwritev(fd, [view[done:]], start + done)
+        if start + done > max(before, stop):
+            os.ftruncate(fd, max(before, stop))
+        return max(min(done - lead, len(data)), 0)
 
     def _begin(self, call: str) -> None:
         self._fail_if_told(call)

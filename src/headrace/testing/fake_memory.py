@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import os
@@ -121,14 +122,30 @@ class Blocks:
         self.refuse(call, "cudaErrorInvalidValue", 1, what)
 
 
-def move(destination: int, source: int, nbytes: int, *, of_file: bool) -> None:
-    """Copy bytes; out of a mapped file through the kernel, which a truncation cannot kill."""
-    if not of_file:
-        ctypes.memmove(destination, source, nbytes)
-        return
+def move(destination: int, source: int, nbytes: int, *, of_file: bool, to_locked: bool) -> None:
+    """Copy bytes; out of a mapped file, and into what may be one, through the kernel.
+
+    A file that was truncated meanwhile would kill a process that touches its mapping; CUDA copies
+    from and to the old pages.
+    """
+    data = _read_memory(source, nbytes) if of_file else ctypes.string_at(source, nbytes)
+    if to_locked:
+        _write_memory(destination, data)
+    else:
+        ctypes.memmove(destination, data, nbytes)
+
+
+def _read_memory(pointer: int, nbytes: int) -> bytes:
     with open("/proc/self/mem", "rb", buffering=0) as memory:
-        try:
-            data = os.pread(memory.fileno(), nbytes, source)
-        except OSError:  # past the end of a file that is shorter by now: CUDA copies old pages
-            data = b""
-    ctypes.memmove(destination, data.ljust(nbytes, b"\0"), nbytes)
+        data = b""
+        with contextlib.suppress(OSError):  # past the end of a file that is shorter by now
+            data = os.pread(memory.fileno(), nbytes, pointer)
+    return data.ljust(nbytes, b"\0")
+
+
+def _write_memory(pointer: int, data: bytes) -> None:
+    with (
+        open("/proc/self/mem", "r+b", buffering=0) as memory,
+        contextlib.suppress(OSError),  # as above
+    ):
+        os.pwrite(memory.fileno(), data, pointer)

@@ -179,6 +179,11 @@ class FaultyFiles(WritingFaults):
             return self.resident(file_offset, nbytes)
         return self.inner.mapped_pages(fd, file_offset, nbytes)
 
+    def next_data(self, fd: int, file_offset: int) -> int | None:
+        """See `Files.next_data`."""
+        self._find(fd)
+        return self.inner.next_data(fd, file_offset)
+
     def direct_alignment(self, fd: int) -> DirectAlignment | None:
         """See `Files.direct_alignment`."""
         self._live()

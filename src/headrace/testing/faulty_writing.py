@@ -128,34 +128,65 @@ class WritingFaults:
 
     def pwritev(self, fd: int, views: Sequence[memoryview], file_offset: int) -> int:
         """See `Files.pwritev`."""
-        _, direct = self._find(fd)
-        self._begin("pwritev")
-        self._count_write()
-        views = cut_views(views, self._limit(self.short_writes, fd, direct))
-        stop = file_offset + sum(view.nbytes for view in views)
-        if self.write_eio_at is not None and file_offset <= self.write_eio_at < stop:
-            refuse(errno.EIO, f"pwritev of [{file_offset}, {stop})")
-        taken = self._take(stop - file_offset, self._unit(fd) if direct else 1)
+        nbytes = sum(view.nbytes for view in views)
+        taken = self.begin_write(fd, file_offset, nbytes)
         done = 0
         try:
-            if taken or stop == file_offset:
+            if taken or not nbytes:
                 done = self.inner.pwritev(fd, cut_views(views, taken), file_offset)
         finally:
-            with self._lock:
-                self._taken -= taken - done
-                self.direct_written_nbytes += done if direct else 0
-                self.buffered_written_nbytes += 0 if direct else done
+            self.end_write(fd, taken, done)
         return done
+
+    def begin_write(self, fd: int, file_offset: int, nbytes: int, *, call: str = "pwritev") -> int:
+        """Bring its faults to a write to a descriptor, also to one that somebody else makes.
+
+        Parameters
+        ----------
+        fd
+            A descriptor that was opened here.
+        file_offset, nbytes
+            What is to be written.
+        call
+            Who writes, for the messages.
+
+        Returns
+        -------
+        int
+            How many of the bytes to write; tell `end_write` afterwards how many they were.
+
+        Raises
+        ------
+        OSError
+            The write is to fail, with EINTR, EIO or ENOSPC; or EBADF for a descriptor not open
+            here.
+        """
+        _, direct = self._find(fd)
+        self._begin("pwritev")
+        with self._lock:
+            self.writes += 1
+            if self.eintr_every is not None and self.writes % self.eintr_every == 0:
+                refuse(errno.EINTR, f"{call} number {self.writes}")
+        limit = self._limit(self.short_writes, fd, direct)
+        nbytes = nbytes if limit is None else min(nbytes, limit)
+        self._refuse_bad_write(call, file_offset, nbytes)
+        return self._take(nbytes, self._unit(fd) if direct else 1, call)
+
+    def end_write(self, fd: int, taken: int, done: int) -> None:
+        """Count the bytes that a write took, of those that it was to take."""
+        _, direct = self._find(fd)
+        with self._lock:
+            self._taken -= taken - done
+            self.direct_written_nbytes += done if direct else 0
+            self.buffered_written_nbytes += 0 if direct else done
 
     def map_for_writing(self, fd: int, file_offset: int, nbytes: int) -> Mapped:
         """See `Files.map_for_writing`; it counts as a write of the range, with a write's faults."""
         self._find(fd)
         self._begin("map_for_writing")
-        stop = file_offset + nbytes
-        if self.write_eio_at is not None and file_offset <= self.write_eio_at < stop:
-            refuse(errno.EIO, f"mmap of [{file_offset}, {stop})")
-        if self._take(nbytes, 1) < nbytes:
-            refuse(errno.ENOSPC, f"mmap of [{file_offset}, {stop})")
+        self._refuse_bad_write("mmap", file_offset, nbytes)
+        if self._take(nbytes, 1, "mmap") < nbytes:
+            refuse(errno.ENOSPC, f"mmap of [{file_offset}, {file_offset + nbytes})")
         mapping = self.inner.map_for_writing(fd, file_offset, nbytes)
         with self._lock:
             self.mapped_written_nbytes += nbytes
@@ -261,19 +292,18 @@ class WritingFaults:
             self._open[fd] = (path, direct)
         return fd
 
-    def _count_write(self) -> None:
-        with self._lock:
-            self.writes += 1
-            if self.eintr_every is not None and self.writes % self.eintr_every == 0:
-                refuse(errno.EINTR, f"pwritev number {self.writes}")
+    def _refuse_bad_write(self, call: str, file_offset: int, nbytes: int) -> None:
+        stop = file_offset + nbytes
+        if self.write_eio_at is not None and file_offset <= self.write_eio_at < stop:
+            refuse(errno.EIO, f"{call} of [{file_offset}, {stop})")
 
-    def _take(self, nbytes: int, unit: int) -> int:
+    def _take(self, nbytes: int, unit: int, call: str) -> int:
         """Take space for a write of `nbytes`, or for its beginning; OSError(ENOSPC) for none."""
         with self._lock:
             if self.enospc_after is not None and self._taken + nbytes > self.enospc_after:
                 nbytes = align_down(self.enospc_after - self._taken, unit)
                 if nbytes <= 0:
-                    refuse(errno.ENOSPC, f"pwritev after {self._taken} bytes")
+                    refuse(errno.ENOSPC, f"{call} after {self._taken} bytes")
             self._taken += nbytes
         return nbytes
 

@@ -31,6 +31,18 @@ class ReadRequest:
     """Bytes wanted; they end within the file."""
 
 
+@dataclass(frozen=True, slots=True)
+class WriteRequest:
+    """A stretch to write, of a file that there may be."""
+
+    file_nbytes: int | None
+    """Size of the file before; None where there is none."""
+    file_offset: int
+    """First byte to write; it may lie past the end."""
+    nbytes: int
+    """Bytes to write."""
+
+
 def sizes(max_nbytes: int = 1 << 20, min_nbytes: int = 0) -> st.SearchStrategy[int]:
     """Draw lengths or offsets, often at or one off a multiple of a sector, page or block."""
 
@@ -55,6 +67,13 @@ def read_requests(draw: st.DrawFn, max_nbytes: int = 1 << 20) -> ReadRequest:
     file_nbytes = draw(sizes(max_nbytes))
     part = draw(byte_ranges(file_nbytes))
     return ReadRequest(file_nbytes, part.start, part.nbytes)
+
+
+@st.composite
+def write_requests(draw: st.DrawFn, max_nbytes: int = 1 << 18) -> WriteRequest:
+    """Draw a file of at most `max_nbytes`, or none, and a stretch in, over or past its end."""
+    part = draw(byte_ranges(max_nbytes))
+    return WriteRequest(draw(st.none() | sizes(max_nbytes)), part.start, part.nbytes)
 
 
 @st.composite
