@@ -24,7 +24,6 @@ from headrace.memory.buffer import Buffer
 from headrace.memory.mappings import Mappings
 from headrace.memory.pinned import PinnedPool
 from headrace.options import Options
-from headrace.planning.effort import choose_block
 from headrace.probing.fact import Fact
 from headrace.probing.gpu import probe_gpu
 from headrace.types import Device, Route
@@ -332,8 +331,7 @@ class Equipment:
         options = self._options
         with self._lock:
             if self._ring is None:
-                block_nbytes = choose_block(options, Device("cuda"))
-                pool = PinnedPool(self.load_cuda(), block_nbytes, options.pinned_nbytes)
+                pool = PinnedPool(self.load_cuda(), options.block_nbytes, options.pinned_nbytes)
                 self._ring = Ring(self.load_cuda(), self._borrow_lanes(), pool)
             return self._ring
 

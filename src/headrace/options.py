@@ -27,8 +27,7 @@ class Options:
     workers: int | None = None
     """Most threads of one transfer; None suits the machine, the destination and the policy."""
     block_nbytes: int = 4 << 20
-    """Bytes per read or write, of which a GPU's ring takes two at once where its budget holds 32
-    such pairs; a positive multiple of 4096."""
+    """Bytes per read; a positive multiple of 4096."""
     pinned_nbytes: int = 256 << 20
     """Most bytes of page-locked memory that the context may hold; at least one block."""
     policy: Policy = "speed"

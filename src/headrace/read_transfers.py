@@ -12,7 +12,7 @@ from headrace.errors import SourceChanged
 from headrace.formats.catalog import Catalog, TensorSpec
 from headrace.formats.checksums import StoredChecksum, compare_checksums, find_checksums
 from headrace.memory.buffer import Buffer
-from headrace.planning.effort import choose_block, choose_workers
+from headrace.planning.effort import choose_workers
 from headrace.planning.plan import Plan, Rejection
 from headrace.planning.planner import make_plan
 from headrace.probing.machine import storage_read_nbytes
@@ -141,7 +141,7 @@ class ReadTransfers(Transfers):
             sources=found.sources,
             buffers=buffers,
             workers=choose_workers(self._options, found.machine, device, found.nbytes),
-            block_nbytes=choose_block(self._options, device),
+            block_nbytes=self._options.block_nbytes,
             fence=fence,
         )
 

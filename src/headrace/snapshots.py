@@ -15,7 +15,7 @@ from headrace.memory.alignment import align_up
 from headrace.memory.buffer import Buffer
 from headrace.memory.pinned import Block
 from headrace.options import PAGE_NBYTES
-from headrace.planning.effort import choose_block, choose_workers
+from headrace.planning.effort import choose_workers
 from headrace.planning.plan import Piece, Transfer
 from headrace.probing.machine import probe_machine
 from headrace.report import Snapshot
@@ -132,7 +132,7 @@ class SnapshotTransfers(Transfers):
             sources=(),
             buffers=[buffers[i] for i in order],
             workers=choose_workers(self._options, machine, device, nbytes),
-            block_nbytes=choose_block(self._options, device),
+            block_nbytes=self._options.block_nbytes,
             fence=fence,
         )
 

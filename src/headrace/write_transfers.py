@@ -9,7 +9,7 @@ from headrace.bindings.sysfs import read_mounts
 from headrace.engines.base import Cargo
 from headrace.engines.lanes import Fence
 from headrace.memory.buffer import Buffer
-from headrace.planning.effort import choose_block, choose_workers
+from headrace.planning.effort import choose_workers
 from headrace.planning.plan import Piece, Plan, Rejection
 from headrace.planning.route import Facts
 from headrace.planning.write_plan import FileToWrite, make_write_plan
@@ -115,7 +115,7 @@ class WriteTransfers(Transfers):
             sinks=delivery.sinks,
             buffers=delivery.buffers,
             workers=choose_workers(self._options, machine, device, nbytes),
-            block_nbytes=choose_block(self._options, device),
+            block_nbytes=self._options.block_nbytes,
             fence=fence,
         )
 

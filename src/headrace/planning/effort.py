@@ -1,4 +1,4 @@
-"""How many threads a transfer deserves, and how much each of them moves at a time."""
+"""How many threads a transfer deserves."""
 
 from __future__ import annotations
 
@@ -15,30 +15,6 @@ _MEDIUM_NBYTES = 512 << 20
 # them lose up to a quarter, above all where neighbours take CPU time; 8 reach nine tenths with a
 # fifth less CPU. Below half a gigabyte 8 threads are as fast as more. Host memory goes on gaining
 # up to 16. Direct I/O sleeps while the disk works, so that even a small machine gets 4.
-
-
-_WIDE_BLOCKS = 32
-# Every worker must get the interpreter lock back after each read, and where a dozen wait for it, a
-# hand-over takes about 90 microseconds (the next one has to wake up): 4 MiB at a time then reach
-# 46 GB/s and 2 MiB 20, while 8 MiB saturate the link of 55 (11 threads on 16 CPUs). Two blocks for
-# each of 16 workers must fit the budget.
-
-
-def choose_block(options: Options, device: Device) -> int:
-    """Bytes that a worker moves at a time.
-
-    Parameters
-    ----------
-    options
-        ``block_nbytes`` is for host memory; the ring of a GPU takes two of them at once where
-        ``pinned_nbytes`` holds enough such blocks.
-    device
-        Where the memory is.
-    """
-    wide = 2 * options.block_nbytes
-    if device.is_host or options.pinned_nbytes < _WIDE_BLOCKS * wide:
-        return options.block_nbytes
-    return wide
 
 
 def choose_workers(options: Options, machine: MachineFacts, device: Device, nbytes: int) -> int:
