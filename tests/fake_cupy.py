@@ -28,11 +28,15 @@ class FakeCupy:
             return type(kind.__name__, (kind,), {"fake": self})
 
         stream = bound(Stream)
+        self.Handle = stream
         self.ndarray = bound(Array)
         self.cuda = SimpleNamespace(
             Device=bound(Device),
-            ExternalStream=stream,
-            Stream=SimpleNamespace(null=stream(0), ptds=stream(2)),
+            Stream=SimpleNamespace(
+                null=stream(0),
+                ptds=stream(2),
+                from_external=lambda given: stream(given.__cuda_stream__()[1]),
+            ),
             get_current_stream=lambda: stream(self.current[fake_cuda.current_device()]),
             runtime=SimpleNamespace(getDevice=fake_cuda.current_device),
         )
@@ -76,17 +80,18 @@ class Device:
 
 
 class Stream:
-    """``cupy.cuda.ExternalStream``, which is entered on its own device alone."""
+    """``cupy.cuda.Stream``, which is entered on the current device."""
 
     fake: FakeCupy
 
-    def __init__(self, ptr: int, device_id: int = -1) -> None:
-        self.ptr, self.device_id = ptr, device_id
+    def __init__(self, ptr: int) -> None:
+        self.ptr = ptr
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self.ptr
 
     def __enter__(self) -> None:
         device = self.fake.fake_cuda.current_device()
-        if self.device_id not in (-1, device):
-            raise RuntimeError(f"stream of device {self.device_id} on device {device}")
         self._before, self.fake.current[device] = self.fake.current[device], self.ptr
 
     def __exit__(self, *error: object) -> None:

@@ -89,7 +89,7 @@ def test_array_that_is_not_contiguous_is_copied_in_the_order_of_its_stream(
     if give:
         hc.save_file({"a": part}, tmp_path / "a", stream=stream, context=context)
     else:
-        with cupy.cuda.ExternalStream(stream):
+        with cupy.cuda.Stream.from_external(cupy.Handle(stream)):
             hc.save_file({"a": part}, tmp_path / "a", context=context)
     assert np.array_equal(load_file(tmp_path / "a")["a"], np.arange(2400).reshape(60, 40)[:, ::2])
 

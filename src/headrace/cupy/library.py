@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import cupy
@@ -47,7 +48,7 @@ class CuPy:
         if stream is None or stream == self.current_stream(device):
             yield
             return
-        with cupy.cuda.Device(device.index), _wrap(stream, device):
+        with cupy.cuda.Device(device.index), _wrap(stream):
             yield
 
     def empty(self, spec: TensorSpec, device: Device) -> cupy.ndarray:
@@ -94,10 +95,20 @@ def _device_of(array: cupy.ndarray) -> Device:
     return Device("cuda", int(array.device.id))
 
 
-def _wrap(stream: int, device: Device) -> Any:
+def _wrap(stream: int) -> Any:
     """CuPy's own object for a stream: its pool keeps memory apart by the handle."""
     if stream in (0, LEGACY_STREAM):
         return cupy.cuda.Stream.null
     if stream == PER_THREAD_STREAM:
         return cupy.cuda.Stream.ptds
-    return cupy.cuda.ExternalStream(stream, device.index)
+    return cupy.cuda.Stream.from_external(_Handle(stream))
+
+
+@dataclass(frozen=True, slots=True)
+class _Handle:
+    """A stream that CuPy takes by the protocol of cuda.core."""
+
+    stream: int
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self.stream
