@@ -315,7 +315,7 @@ class Context:
         label
             What reports call it.
         buffers
-            What it reads or writes; kept alive.
+            What it reads or writes; `run` keeps them alive.
 
         Raises
         ------
@@ -324,13 +324,9 @@ class Context:
         """
         self._forget_parent()
         fence = self._equipment.mark(buffers)
-        try:
-            future = self._submissions.submit(lambda: run(fence), label, buffers)
-        except BaseException:
-            self._equipment.forget(fence)
-            raise
-        future.on_end(lambda: self._equipment.forget(fence))
-        return future
+        return self._submissions.submit(
+            lambda: run(fence), label, lambda: self._equipment.forget(fence)
+        )
 
     def explain(self, want: Want, device: Device, *, route: str = "auto") -> Explanation:
         """Say what `transfer` would do; reads headers and facts, no payload.

@@ -86,10 +86,11 @@ class Equipment:
         ImportError
             ``cuda.bindings`` is not installed.
         """
-        with self._lock:
-            if self._cuda is None:
-                self._cuda = CudaRuntime()
-            return self._cuda
+        if self._cuda is None:
+            with self._lock:
+                if self._cuda is None:
+                    self._cuda = CudaRuntime()
+        return self._cuda
 
     def gpu_fact(self, index: int) -> Fact:
         """Whether a CUDA device can be used."""
@@ -249,9 +250,10 @@ class Equipment:
         with self._lock:
             owned = (self._lease, self._mappings, self._ring, self._lanes)
             self._lease = self._mappings = self._ring = self._lanes = None
-        for each in owned:
-            if each is not None:
-                each.close()
+        with contextlib.ExitStack() as stack:  # each, even when the driver fails for one
+            for each in reversed(owned):
+                if each is not None:
+                    stack.callback(each.close)
 
     def instruments(self) -> Instruments:
         """What the doctor looks with."""
@@ -295,10 +297,11 @@ class Equipment:
         return buffer.device.index
 
     def _borrow_lanes(self) -> Lanes:
-        with self._lock:
-            if self._lanes is None:
-                self._lanes = Lanes(self.load_cuda())
-            return self._lanes
+        lanes = self._lanes  # without the lock, which whoever opens cuFile holds for seconds
+        if lanes is None:
+            with self._lock:
+                lanes = self._lanes = self._lanes or Lanes(self.load_cuda())
+        return lanes
 
     def _borrow_ring(self) -> Ring:
         options = self._options

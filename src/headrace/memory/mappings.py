@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 from headrace.bindings.cuda import Cuda
@@ -65,17 +66,17 @@ class Mappings:
     files
         Maps the files.
     budget_nbytes
-        Most bytes of windows that are kept while nobody uses them.
+        Most bytes of windows that are kept while nobody uses them; whole pages.
     """
 
     def __init__(self, cuda: Cuda, files: Files, budget_nbytes: int) -> None:
         self._cuda = cuda
         self._files = files
-        self._budget = budget_nbytes
+        self._budget = align_up(budget_nbytes, PAGE_NBYTES)
         self._kept: OrderedDict[WindowKey, Window] = OrderedDict()
         self._nbytes = 0
         self._lock = threading.Lock()
-        weakref.finalize(self, _drop_all, cuda, self._kept).atexit = False
+        weakref.finalize(self, _drop_kept, cuda, self._kept).atexit = False
 
     @property
     def nbytes(self) -> int:
@@ -85,6 +86,8 @@ class Mappings:
     def take(self, fd: int, key: WindowKey) -> Window:
         """A window for one user, kept from an earlier call or new.
 
+        `forget_older` comes first: it releases windows of another state of the file.
+
         Raises
         ------
         ValueError, OSError
@@ -92,11 +95,14 @@ class Mappings:
         DeviceError
             CUDA cannot register the pages.
         """
-        self.forget_older(key.identity)
         with self._lock:
             kept = self._pop(key) if key in self._kept else None
         if kept is not None:
-            return replace(kept, kept=True, events=self._pending(kept.events))
+            try:
+                return replace(kept, kept=True, events=self._pending(kept.events))
+            except BaseException:
+                self.drop(kept)
+                raise
         mapping = self._files.map_shared(fd, key.start, key.stop - key.start)
         window = Window(key, mapping)
         try:
@@ -124,8 +130,26 @@ class Mappings:
                 self._nbytes += window.nbytes
                 while self._nbytes > self._budget or len(self._kept) > MOST_WINDOWS:
                     leaving.append(self._pop(next(iter(self._kept))))
-        for each in leaving:
-            _drop(self._cuda, each)
+        _drop_all(self._cuda, leaving)
+
+    def leave(self, window: Window, stream: int) -> None:
+        """As `give_back`, while copies that are on a stream may still read the window.
+
+        Raises
+        ------
+        DeviceError
+            CUDA cannot mark them; they are done, and the window is released.
+        """
+        try:
+            event = self._cuda.create_event()
+            window = replace(window, events=(*window.events, event))
+            self._cuda.record_event(event, stream)
+        except BaseException:
+            with contextlib.ExitStack() as stack:
+                stack.callback(self.drop, window)
+                self._cuda.synchronize_stream(stream)
+            raise
+        self.give_back(window)
 
     def drop(self, window: Window) -> None:
         """Release a window that no copy reads any more."""
@@ -143,18 +167,14 @@ class Mappings:
         with self._lock:
             stale = [key for key in self._kept if is_stale(key.identity)]
             windows = [self._pop(key) for key in stale]
-        for window in windows:
-            _drop(self._cuda, window)
+        _drop_all(self._cuda, windows)
 
     def _pending(self, events: tuple[int, ...]) -> tuple[int, ...]:
         """Those of some events that have not happened yet; the others are given up."""
-        pending = []
-        for event in events:
-            if self._cuda.event_is_done(event):
-                self._cuda.destroy_event(event)
-            else:
-                pending.append(event)
-        return tuple(pending)
+        done = [event for event in events if self._cuda.event_is_done(event)]
+        for event in done:
+            self._cuda.destroy_event(event)
+        return tuple(event for event in events if event not in done)
 
     def _pop(self, key: WindowKey) -> Window:
         window = self._kept.pop(key)
@@ -164,21 +184,30 @@ class Mappings:
     def close(self) -> None:
         """Release every window that is kept; those in use stay. Safe to call again."""
         with self._lock:
-            _drop_all(self._cuda, self._kept)
-            self._nbytes = 0
+            windows = [self._pop(key) for key in tuple(self._kept)]
+        _drop_all(self._cuda, windows)
 
 
 def _drop(cuda: Cuda, window: Window) -> None:
-    for event in window.events:
-        cuda.synchronize_event(event)
-        cuda.destroy_event(event)
-    cuda.unregister_host(window.pointer)
-    window.mapping.close()
+    """Wait for the copies that read a window, and release all of it, even where CUDA fails."""
+    with contextlib.ExitStack() as stack:
+        stack.callback(window.mapping.close)
+        stack.callback(cuda.unregister_host, window.pointer)
+        for event in window.events:
+            stack.callback(cuda.destroy_event, event)
+            stack.callback(cuda.synchronize_event, event)
 
 
-def _drop_all(cuda: Cuda, kept: OrderedDict[WindowKey, Window]) -> None:
-    while kept:
-        _drop(cuda, kept.popitem()[1])
+def _drop_all(cuda: Cuda, windows: Iterable[Window]) -> None:
+    with contextlib.ExitStack() as stack:
+        for window in windows:
+            stack.callback(_drop, cuda, window)
+
+
+def _drop_kept(cuda: Cuda, kept: OrderedDict[WindowKey, Window]) -> None:
+    windows = tuple(kept.values())
+    kept.clear()
+    _drop_all(cuda, windows)
 
 
 def _same_file(one: FileStatus, other: FileStatus) -> bool:
