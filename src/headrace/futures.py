@@ -182,17 +182,17 @@ class _Job(Future[Report]):
         if isinstance(outcome, Report):
             self.set_result(outcome)
         else:
+            # As text: some handlers keep what they are given, and an error has the buffers along.
+            reason = f"{type(outcome).__name__}: {outcome}"
             message = "%s: a submitted transfer failed: %s"
-            logging.getLogger("headrace").error(message, self._label, outcome)
+            logging.getLogger("headrace").error(message, self._label, reason)
             self.set_exception(outcome)
+        # The traceback of an error keeps this frame, and the error shall not keep itself.
+        del self, outcome
 
 
 def _attempt(run: Callable[[], Report], release: Callable[[], None]) -> Report | BaseException:
-    """What a transfer gives or raises.
-
-    A function of its own: the traceback keeps its frame, and through a frame that knows the future
-    the buffers of a failed transfer would stay until the garbage collector comes.
-    """
+    """What a transfer gives or raises."""
     try:
         try:
             return run()

@@ -184,13 +184,28 @@ def _measure(wanted: ByteRange, granule: int, count: Counter) -> tuple[list[Stre
     if expected_s < _PARALLEL_S:
         answers += [_split(part, granule, count) for part in parts[1:]]
     else:
-        with ThreadPoolExecutor(min(len(parts), _COUNTERS)) as pool:
-            answers += pool.map(lambda part: _split(part, granule, count), parts[1:])
+        answers += _split_together(parts[1:], granule, count)
     found: list[Stretch] = []
     for stretches, _ in answers:
         for stretch in stretches:
             _append(found, stretch)
     return found, sum(held for _, held in answers)
+
+
+def _split_together(
+    parts: list[ByteRange], granule: int, count: Counter
+) -> list[tuple[list[Stretch], int]]:
+    """`_split` for several parts, in as many threads as there are to be had."""
+
+    def split(part: ByteRange) -> tuple[list[Stretch], int]:
+        return _split(part, granule, count)
+
+    with ThreadPoolExecutor(min(len(parts), _COUNTERS)) as pool:
+        try:
+            answers = pool.map(split, parts)
+        except RuntimeError:  # a limit of threads or memory, or the interpreter is ending
+            answers = map(split, parts)
+        return list(answers)
 
 
 def _split(part: ByteRange, granule: int, count: Counter) -> tuple[list[Stretch], int]:
