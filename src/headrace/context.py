@@ -25,6 +25,7 @@ from headrace.progress import OnProgress
 from headrace.read_transfers import Allocate, ReadTransfers
 from headrace.report import Explanation, Report
 from headrace.requests import Request, make_request
+from headrace.storage.targets import Targets
 from headrace.survey import PathLike, Want
 from headrace.types import Device
 from headrace.write_transfers import Delivery, WriteTransfers
@@ -230,7 +231,7 @@ class Context:
     def write(self, request: Request, *, route: str = "auto", fence: Fence | None = None) -> Report:
         """Write a buffer into a stretch of a file; see `headrace.write_from`."""
         parse_route(route)  # before a file is made
-        with request.delivery(self.bindings.files, fence) as delivery:
+        with request.delivery(self._targets, self.bindings.files, fence) as delivery:
             return self.deliver(delivery, route=route)
 
     def submit_read(
@@ -360,6 +361,7 @@ class Context:
         if self._process != os.getpid():
             self._process = os.getpid()
             self._submissions = Submissions()
+            self._targets = Targets()
             self._under_way: dict[object, int] = {}  # threads, by their transfers
             self._changed = threading.Condition()
 

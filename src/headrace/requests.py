@@ -17,7 +17,7 @@ from headrace.formats.raw import describe_raw
 from headrace.memory.buffer import Buffer, buffer_from
 from headrace.memory.stream import check_stream, parse_stream
 from headrace.planning.plan import Piece
-from headrace.storage.sink import Sink
+from headrace.storage.targets import Targets
 from headrace.survey import PathLike, Want
 from headrace.write_transfers import Delivery
 
@@ -50,25 +50,18 @@ class Request:
         )
 
     @contextlib.contextmanager
-    def delivery(self, files: Files, fence: Fence | None) -> Iterator[Delivery]:
+    def delivery(self, targets: Targets, files: Files, fence: Fence | None) -> Iterator[Delivery]:
         """The buffer, as something to write into the file, which is open for a block.
 
-        Where the block fails, the file gets its old length back, or goes if it was made here.
-        Bytes inside of the old length may then be old or new.
+        Where the block fails, the file is as `Targets.open` leaves it.
         """
-        sink = Sink(self.path, files)
-        nbytes = self.buffer.nbytes
-        pieces = (Piece(self.file_offset, nbytes, 0, 0),) if nbytes else ()
-        try:
-            yield Delivery(self.path, (sink,), (pieces,), (self.buffer,), fence)
-        except BaseException as error:
-            try:
-                _undo(sink)
-            except OSError as second:
-                error.add_note(f"{self.path}: its old length could not be restored: {second}")
-            raise
-        finally:
-            sink.close()
+        first, nbytes = self.file_offset, self.buffer.nbytes
+        pieces = (Piece(first, nbytes, 0, 0),) if nbytes else ()
+        stop = first + nbytes if nbytes else 0
+        with targets.open(self.path, files) as (sink, extend):
+            yield Delivery(
+                self.path, (sink,), (pieces,), (self.buffer,), fence, extend=lambda: extend(stop)
+            )
 
 
 def make_request(
@@ -129,14 +122,3 @@ def _check_length(call: str, buffer: Any, whole: Buffer, nbytes: int | None) -> 
             f"{whole.nbytes}; pass a larger buffer or a smaller nbytes"
         )
     return nbytes
-
-
-def _undo(sink: Sink) -> None:
-    """Give a file its old length back, or remove it if there was none."""
-    files, opened = sink.files, sink.identity
-    if sink.created:
-        named = files.path_status(sink.path)
-        if (named.device, named.inode) == (opened.device, opened.inode):
-            files.remove(os.path.realpath(sink.path))
-    elif files.status(sink.fd).nbytes > sink.nbytes:
-        sink.resize(sink.nbytes)

@@ -36,6 +36,9 @@ class Delivery:
     """Where the bytes are, by `Piece.buffer`; on any devices."""
     fence: Fence | None = None
     """The write comes after it; None for what is queued on the buffers' streams now."""
+    extend: Callable[[], None] | None = None
+    """Makes files as long as they will be, where others may write to them meanwhile; called once
+    the plan is made."""
     finish: Callable[[], None] | None = None
     """Makes the files last; called once all bytes are written."""
     durable: bool = False
@@ -62,6 +65,8 @@ class WriteTransfers(Transfers):
             plan = make_write_plan(files, devices, self._options, forced)
             plan = self._prepare(plan, dict.fromkeys(devices))
         with watch.stage("allocate"):
+            if delivery.extend is not None:
+                delivery.extend()
             _reserve(plan, delivery.sinks)
         with watch.stage("transfer"), self._after(delivery.fence, delivery.buffers) as fence:
             order = Order(

@@ -189,13 +189,14 @@ class Mappings:
 
 
 def _drop(cuda: Cuda, window: Window) -> None:
-    """Wait for the copies that read a window, and release all of it, even where CUDA fails."""
-    with contextlib.ExitStack() as stack:
+    """Wait for the copies that read a window, and release it; where CUDA cannot wait, it stays."""
+    for event in window.events:
+        cuda.synchronize_event(event)
+    with contextlib.ExitStack() as stack:  # all of it, even where CUDA fails
         stack.callback(window.mapping.close)
         stack.callback(cuda.unregister_host, window.pointer)
         for event in window.events:
             stack.callback(cuda.destroy_event, event)
-            stack.callback(cuda.synchronize_event, event)
 
 
 def _drop_all(cuda: Cuda, windows: Iterable[Window]) -> None:
