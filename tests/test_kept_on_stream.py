@@ -20,7 +20,14 @@ from headrace.bindings.cuda import Copy
 from headrace.testing import FakeCuda, FakeDeviceArray, FaultyFiles
 from headrace.testing.fake_cuda import POISON
 from headrace.testing.faulty_files import pages_where
-from tests.support import PAGE, TIMEOUT_S, ends_in_time, folder_with_direct, write_random
+from tests.support import (
+    PAGE,
+    TIMEOUT_S,
+    disk_folder,
+    ends_in_time,
+    folder_with_direct,
+    write_random,
+)
 
 WINDOW = 64 << 10
 SIZE = 4 * WINDOW + 123
@@ -185,6 +192,21 @@ def test_budget_of_just_the_file_keeps_all_of_it(tmp_path: Path) -> None:
     array = rig.array()
     rig.read(array)
     assert (is_untouched(array), rig.files.mapped_nbytes) == (True, mapped)
+    rig.check_released()
+
+
+def test_pages_that_are_registered_are_not_counted_again(tmp_path: Path) -> None:
+    """To count them takes milliseconds where they are small, and they cannot leave."""
+    rig = Rig(disk_folder(tmp_path)).warmed()
+    asked: list[int] = []
+    rig.files.resident = lambda file_offset, nbytes: asked.append(nbytes) or 0  # type: ignore[func-returns-value]
+    for first, nbytes in ((0, SIZE), (5, WINDOW)):
+        report = rig.read(rig.array(nbytes), file_offset=first)
+        assert (route_of(report), report.resident_nbytes, asked) == ("mapped", nbytes, [])
+    rig.path.write_bytes(rig.content)
+    os.utime(rig.path, ns=(1, 1))
+    rig.read(rig.array())
+    assert asked
     rig.check_released()
 
 

@@ -25,7 +25,7 @@ from headrace.memory.pinned import PinnedPool
 from headrace.options import Options
 from headrace.probing.fact import Fact
 from headrace.probing.gpu import probe_gpu
-from headrace.types import Device, Route
+from headrace.types import ByteRange, Device, Route
 
 if TYPE_CHECKING:
     from headrace.bindings.cufile import CuFile
@@ -239,6 +239,10 @@ class Equipment:
     def mapped_nbytes(self) -> int:
         """File bytes that stay registered now, and cannot be reclaimed."""
         return self._mappings.nbytes if self._mappings else 0
+
+    def is_registered(self, identity: FileStatus, wanted: Sequence[ByteRange]) -> bool:
+        """Whether all of some ranges of a file stay registered since an earlier transfer."""
+        return self._mappings is not None and self._mappings.covers(identity, wanted)
 
     def forget_file(self, identity: FileStatus) -> None:
         """Release what is kept of a file that changed while it was read."""

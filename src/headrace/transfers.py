@@ -65,6 +65,7 @@ class Transfers:
             gpu,
             self._equipment.mapping_fact(device.index),
             lambda path: self._equipment.gds_fact(path, is_forced),
+            self._equipment.is_registered,
         )
 
     def _prepare(self, plan: Plan, devices: Iterable[Device]) -> Plan:

@@ -10,6 +10,7 @@ from headrace.bindings.posix import FileStatus, PosixFiles
 from headrace.errors import DeviceError
 from headrace.memory.mappings import Mappings, Window, WindowKey
 from headrace.testing import FakeCuda, FakeDeviceArray
+from headrace.types import ByteRange
 from tests.support import PAGE, write_random
 
 WINDOW = 4 * PAGE
@@ -107,6 +108,34 @@ def test_forgetting_an_older_state_waits_for_its_copies(rig: Rig, tmp_path: Path
     rig.mappings.forget_older(newer)
     assert rig.holds(array, 0)
     assert (rig.mappings.nbytes, rig.cuda.mapped_nbytes) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("ranges", "covered"),
+    [
+        ([], True),
+        ([(0, 1)], False),
+        ([(WINDOW - 1, WINDOW + 1)], False),
+        ([(WINDOW, 3 * WINDOW)], True),
+        ([(WINDOW + 5, WINDOW + 6), (2 * WINDOW - 1, 2 * WINDOW + 1)], True),
+        ([(WINDOW, 3 * WINDOW + 1)], False),
+        ([(3 * WINDOW, 3 * WINDOW + 1)], False),
+        ([(WINDOW, 2 * WINDOW), (5 * WINDOW, 6 * WINDOW)], True),
+        ([(WINDOW, 6 * WINDOW)], False),
+        ([(6 * WINDOW - 1, 6 * WINDOW)], True),
+        ([(6 * WINDOW - 1, 6 * WINDOW + 1)], False),
+    ],
+    ids=str,
+)
+def test_covered_is_what_kept_windows_hold_together(
+    rig: Rig, ranges: list[tuple[int, int]], covered: bool, tmp_path: Path
+) -> None:
+    for number in (5, 1, 2):
+        rig.mappings.give_back(rig.take(number))
+    wanted = [ByteRange(start, stop) for start, stop in ranges]
+    assert rig.mappings.covers(rig.identity, wanted) is covered
+    os.utime(tmp_path / "file", ns=(1, 1))
+    assert rig.mappings.covers(PosixFiles().status(rig.fd), wanted) is (not ranges)
 
 
 def test_budget_counts_whole_pages(tmp_path: Path) -> None:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from headrace.bindings.cuda import Cuda
 from headrace.bindings.posix import Files, FileStatus, Mapping
 from headrace.memory.alignment import align_up
 from headrace.options import PAGE_NBYTES
+from headrace.types import ByteRange
 
 MOST_WINDOWS = 1024
 """Windows that are kept at most: each is a mapping, of which Linux gives a process 65,530."""
@@ -116,6 +118,24 @@ class Mappings:
         """Whether so many bytes are within what is kept between calls."""
         return 0 < nbytes <= self._budget
 
+    def covers(self, identity: FileStatus, wanted: Sequence[ByteRange]) -> bool:
+        """Whether all of some ranges of a file are kept: they are in memory, and stay there."""
+        with self._lock:
+            kept = sorted((key.start, key.stop) for key in self._kept if key.identity == identity)
+        starts: list[int] = []
+        stops: list[int] = []
+        for start, stop in kept:
+            if stops and start <= stops[-1]:
+                stops[-1] = max(stop, stops[-1])
+            else:
+                starts.append(start)
+                stops.append(stop)
+        places = [bisect.bisect_right(starts, part.start) - 1 for part in wanted]
+        return all(
+            place >= 0 and part.stop <= stops[place]
+            for part, place in zip(wanted, places, strict=True)
+        )
+
     def give_back(self, window: Window) -> None:
         """Keep a window, or release it where it does not fit.
 
@@ -145,9 +165,8 @@ class Mappings:
             window = replace(window, events=(*window.events, event))
             self._cuda.record_event(event, stream)
         except BaseException:
-            with contextlib.ExitStack() as stack:
-                stack.callback(self.drop, window)
-                self._cuda.synchronize_stream(stream)
+            self._cuda.synchronize_stream(stream)
+            self.drop(window)
             raise
         self.give_back(window)
 

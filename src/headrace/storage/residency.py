@@ -52,9 +52,15 @@ class Residency:
     resident_nbytes: int
     """Bytes of them in the page cache, to the page."""
     method: str
-    """"cachestat", "mincore", "samples", "by nature", or "unknown"."""
+    """"cachestat", "mincore", "samples", "by nature", "registered", or "unknown"."""
     why: str
     """What the method says, or why none could be used."""
+
+    @classmethod
+    def of_all(cls, wanted: tuple[ByteRange, ...], method: str, why: str) -> Residency:
+        """Of ranges that are known to be resident without a look."""
+        stretches = tuple(Stretch(part, True) for part in wanted)
+        return cls(stretches, sum(part.nbytes for part in wanted), method, why)
 
 
 Counter = Callable[[ByteRange], int]
@@ -79,8 +85,7 @@ def measure_residency(
     """
     if file_system in ALWAYS_RESIDENT:
         why = f"{file_system} keeps its files in memory"
-        all_there = tuple(Stretch(part, True) for part in wanted)
-        return Residency(all_there, sum(part.nbytes for part in wanted), "by nature", why)
+        return Residency.of_all(wanted, "by nature", why)
     with contextlib.ExitStack() as stack:
         method, why, count = _pick_method(source, file_system, granule_nbytes, stack)
         if count is None:
