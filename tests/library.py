@@ -27,6 +27,10 @@ class Library:
         self.entered: list[tuple[int | None, Device]] = []
         self.fails_at = -1
 
+    @property
+    def out_of_memory(self) -> tuple[type[Exception], ...]:
+        return (MemoryError,)
+
     def parse_device(self, device: Any) -> Device:
         return Device("cuda", int(device or 0))
 

@@ -77,7 +77,7 @@ class Context:
         self._reads = ReadTransfers(self._equipment, self.options)
         self._writes = WriteTransfers(self._equipment, self.options)
         self._snapshots = SnapshotTransfers(self._equipment, self.options)
-        self.request = functools.partial(make_request, load_cuda=self.load_cuda)
+        self.request = functools.partial(make_request, load_cuda=self._equipment.load_cuda)
         self._publisher = Publisher(self.observers)
         self._closed = False
         self._forget_parent()
@@ -302,7 +302,7 @@ class Context:
         label
             What reports call it.
         buffers
-            What it reads or writes; kept alive.
+            What it reads or writes; `run` keeps them alive.
 
         Raises
         ------
@@ -311,20 +311,20 @@ class Context:
         """
         self._forget_parent()
         fence = self._equipment.mark(buffers)
-        try:
-            future = self._submissions.submit(lambda: run(fence), label, buffers)
-        except BaseException:
-            self._equipment.forget(fence)
-            raise
-        future.on_end(lambda: self._equipment.forget(fence))
-        return future
+        return self._submissions.submit(
+            lambda: run(fence), label, lambda: self._equipment.forget(fence)
+        )
 
     def digest(
-        self, buffers: Sequence[Buffer], *, progress: OnProgress | None = None
+        self,
+        buffers: Sequence[Buffer],
+        *,
+        progress: OnProgress | None = None,
+        fence: Fence | None = None,
     ) -> tuple[str, ...]:
         """XXH3-64 of buffers on any devices, in 16 hexadecimal digits each, without a copy of them.
 
-        What is queued on the buffers' streams comes first.
+        It comes after `fence`, or after what is queued on the buffers' streams now.
 
         Raises
         ------
@@ -332,7 +332,7 @@ class Context:
             ``xxhash`` is not installed; the GPU refused; the context is closed.
         """
         with self._use():
-            return self._reads.digest(buffers, progress).by_buffer
+            return self._reads.digest(buffers, progress, fence).by_buffer
 
     def explain(self, want: Want, device: Device, *, route: str = "auto") -> Explanation:
         """Say what `transfer` would do; reads headers and facts, no payload.

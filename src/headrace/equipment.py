@@ -26,7 +26,7 @@ from headrace.memory.pinned import PinnedPool
 from headrace.options import Options
 from headrace.probing.fact import Fact
 from headrace.probing.gpu import probe_gpu
-from headrace.types import Device, Route
+from headrace.types import ByteRange, Device, Route
 
 if TYPE_CHECKING:
     from headrace.bindings.cufile import CuFile
@@ -88,10 +88,11 @@ class Equipment:
         ImportError
             ``cuda.bindings`` is not installed.
         """
-        with self._lock:
-            if self._cuda is None:
-                self._cuda = CudaRuntime()
-            return self._cuda
+        if self._cuda is None:
+            with self._lock:
+                if self._cuda is None:
+                    self._cuda = CudaRuntime()
+        return self._cuda
 
     def gpu_fact(self, index: int) -> Fact:
         """Whether a CUDA device can be used."""
@@ -266,6 +267,10 @@ class Equipment:
         """File bytes that stay registered now, and cannot be reclaimed."""
         return self._mappings.nbytes if self._mappings else 0
 
+    def is_registered(self, identity: FileStatus, wanted: Sequence[ByteRange]) -> bool:
+        """Whether all of some ranges of a file stay registered since an earlier transfer."""
+        return self._mappings is not None and self._mappings.covers(identity, wanted)
+
     def forget_file(self, identity: FileStatus) -> None:
         """Release what is kept of a file that changed while it was read."""
         if self._mappings is not None:
@@ -276,9 +281,10 @@ class Equipment:
         with self._lock:
             owned = (self._lease, self._mappings, self._ring, self._lanes)
             self._lease = self._mappings = self._ring = self._lanes = None
-        for each in owned:
-            if each is not None:
-                each.close()
+        with contextlib.ExitStack() as stack:  # each, even when the driver fails for one
+            for each in reversed(owned):
+                if each is not None:
+                    stack.callback(each.close)
 
     def instruments(self) -> Instruments:
         """What the doctor looks with."""
@@ -322,10 +328,11 @@ class Equipment:
         return buffer.device.index
 
     def _borrow_lanes(self) -> Lanes:
-        with self._lock:
-            if self._lanes is None:
-                self._lanes = Lanes(self.load_cuda())
-            return self._lanes
+        lanes = self._lanes  # without the lock, which whoever opens cuFile holds for seconds
+        if lanes is None:
+            with self._lock:
+                lanes = self._lanes = self._lanes or Lanes(self.load_cuda())
+        return lanes
 
     def _borrow_ring(self) -> Ring:
         options = self._options

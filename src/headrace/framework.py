@@ -53,6 +53,10 @@ class Taken:
 class Framework(Protocol[Array]):
     """An array library: where its arrays live, how they are made, and how they are saved."""
 
+    @property
+    def out_of_memory(self) -> tuple[type[Exception], ...]:
+        """What `empty` raises where there is no memory left."""
+
     def parse_device(self, device: Any) -> Device:
         """Its own way of naming devices; None is its current default."""
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import threading
+from collections import deque
 from collections.abc import Callable, Generator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any
 
 from headrace.report import Report
@@ -19,13 +19,12 @@ _AT_ONCE = 4
 class TransferFuture:
     """A transfer that was submitted: under way, waiting for its turn, or done.
 
-    It keeps the buffers alive. One that is dropped goes on all the same; if it fails, the logger
-    ``headrace`` has the reason.
+    Buffers are kept alive until it is done. One that is dropped goes on all the same; if it fails,
+    the logger ``headrace`` has the reason.
     """
 
-    def __init__(self, future: Future[Report], keeps: object) -> None:
-        self._future = future
-        self._keeps = keeps
+    def __init__(self, job: Future[Report]) -> None:
+        self._job = job
 
     def result(self, timeout: float | None = None) -> Report:
         """Wait until the bytes are in place, and visible to any stream.
@@ -49,73 +48,155 @@ class TransferFuture:
         HeadraceError, OSError
             As the same transfer would raise if it were not submitted.
         """
-        return self._future.result(timeout)
+        try:
+            return self._job.result(timeout)
+        finally:
+            del self  # else the traceback of an error keeps the future, and that the error
 
     def done(self) -> bool:
         """Whether it has ended, in whatever way."""
-        return self._future.done()
+        return self._job.done()
 
     def cancel(self) -> bool:
         """Give it up if no byte has moved yet; False where it is under way, or done."""
-        return self._future.cancel()
+        return self._job.cancel()
 
     def cancelled(self) -> bool:
         """Whether it was given up before a byte moved."""
-        return self._future.cancelled()
-
-    def on_end(self, do: Callable[[], None]) -> None:
-        """Call something once it has ended, in whatever way and thread."""
-        self._future.add_done_callback(lambda _: do())
+        return self._job.cancelled()
 
     def __await__(self) -> Generator[Any, None, Report]:
         """As `result`, for ``await``; a task that is cancelled meanwhile cancels it, too."""
-        return asyncio.wrap_future(self._future).__await__()
+        import asyncio  # 20 ms, which those who do not use it shall not pay
+
+        return asyncio.wrap_future(self._job).__await__()
 
 
 class Submissions:
-    """The threads of one context that make submitted transfers."""
+    """The threads of one context that make submitted transfers.
+
+    A thread ends when nothing waits for one, so that a context which nobody closes leaves none
+    behind; they are no daemons, so that the process does not end before what it submitted.
+    """
 
     def __init__(self) -> None:
-        self._threads: ThreadPoolExecutor | None = None
+        self._waiting: deque[_Job] = deque()
+        self._threads: set[threading.Thread] = set()
         self._closed = False
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()
 
-    def submit(self, run: Callable[[], Report], label: str, keeps: object) -> TransferFuture:
+    def submit(
+        self, run: Callable[[], Report], label: str, release: Callable[[], None]
+    ) -> TransferFuture:
         """Let a thread make a transfer as soon as one is free.
 
         Parameters
         ----------
         run
-            Makes it.
+            Makes it; kept until then.
         label
             What it is called, should it fail.
-        keeps
-            What must stay alive.
+        release
+            Called once: after `run`, before anybody is told of the end, or else in its place.
 
         Raises
         ------
         ValueError
             The context is closed.
+        RuntimeError
+            The system gives no thread.
         """
-        with self._lock:
-            if self._closed:
-                raise ValueError("the context is closed; make a new one for further transfers")
-            if self._threads is None:
-                self._threads = ThreadPoolExecutor(_AT_ONCE, "headrace-submitted")
-            return TransferFuture(self._threads.submit(_run_logged, run, label), keeps)
+        job = _Job(run, label, release)
+        try:
+            with self._changed:
+                if self._closed:
+                    raise ValueError("the context is closed; make a new one for further transfers")
+                self._waiting.append(job)
+                if len(self._threads) < _AT_ONCE:
+                    self._start()
+        except BaseException:
+            job.cancel()
+            raise
+        return TransferFuture(job)
 
     def close(self) -> None:
-        """Take no more, and wait until all are done; safe to call again."""
-        with self._lock:
+        """Take no more, and wait until all are done; safe to call again.
+
+        Raises
+        ------
+        RuntimeError
+            A submitted transfer calls it, which it would wait for.
+        """
+        with self._changed:
+            if threading.current_thread() in self._threads:
+                raise RuntimeError("close() within a transfer would wait for itself; call it after")
             self._closed = True
-            threads, self._threads = self._threads, None
-        if threads is not None:
-            threads.shutdown()
+            self._changed.wait_for(lambda: not self._threads)
+
+    def _start(self) -> None:
+        thread = threading.Thread(target=self._work, name="headrace-submitted")
+        self._threads.add(thread)
+        try:
+            thread.start()
+        except RuntimeError:  # a limit of threads or memory, or the interpreter is ending
+            self._threads.remove(thread)
+            if not self._threads:
+                raise
+        except BaseException:
+            self._threads.discard(thread)
+            raise
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                if not self._waiting:
+                    self._threads.discard(threading.current_thread())
+                    self._changed.notify_all()
+                    return
+                job = self._waiting.popleft()
+            job.do()
+            del job
 
 
-def _run_logged(run: Callable[[], Report], label: str) -> Report:
+class _Job(Future[Report]):
+    """A transfer in the queue; when its end is told, it has let go of the buffers."""
+
+    def __init__(self, run: Callable[[], Report], label: str, release: Callable[[], None]) -> None:
+        super().__init__()
+        self._label = label
+        self._work: list[tuple[Callable[[], Report], Callable[[], None]]] = [(run, release)]
+
+    def cancel(self) -> bool:
+        """See `TransferFuture.cancel`."""
+        given_up = super().cancel()
+        if given_up and self._work:
+            _, release = self._work.pop()
+            release()
+        return given_up
+
+    def do(self) -> None:
+        """Make the transfer, unless it was cancelled."""
+        if not self.set_running_or_notify_cancel():
+            return
+        outcome = _attempt(*self._work.pop())
+        if isinstance(outcome, Report):
+            self.set_result(outcome)
+        else:
+            # As text: some handlers keep what they are given, and an error has the buffers along.
+            reason = f"{type(outcome).__name__}: {outcome}"
+            message = "%s: a submitted transfer failed: %s"
+            logging.getLogger("headrace").error(message, self._label, reason)
+            self.set_exception(outcome)
+        # The traceback of an error keeps this frame, and the error shall not keep itself.
+        del self, outcome
+
+
+def _attempt(run: Callable[[], Report], release: Callable[[], None]) -> Report | BaseException:
+    """What a transfer gives or raises."""
     try:
-        return run()
-    except BaseException as error:
-        logging.getLogger("headrace").error("%s: a submitted transfer failed: %s", label, error)
-        raise
+        try:
+            return run()
+        finally:
+            release()
+    except BaseException as error:  # noqa: BLE001 (raised again by `result`)
+        return error

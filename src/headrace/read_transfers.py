@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from headrace.engines.base import Cargo, Engine, Stats
@@ -79,7 +79,7 @@ class ReadTransfers(Transfers):
                 plan = self._prepare(plan, [device])
             with watch.stage("allocate"):
                 buffers = allocate(found.specs)
-            try:
+            with self._clearing_up(sources, buffers, stream):
                 with watch.stage("transfer"), self._after(fence, buffers) as after:
                     cargo = self._load_cargo(found, buffers, device, after)
                     cargo = replace(cargo, stream=stream)
@@ -88,10 +88,6 @@ class ReadTransfers(Transfers):
                     stats, plan = self._dispatch(plan, order, progress)
                 with watch.stage("verify"):
                     compared = self._verify(sources, stored, buffers)
-            except SourceChanged:
-                for source in sources:
-                    self._equipment.forget_file(source.identity)
-                raise
             held = (self._equipment.pinned_nbytes, self._equipment.mapped_nbytes)
         report = make_report(want.label, device, plan, stats, watch, held)
         return compared.added_to(report), plan.downgrades
@@ -145,8 +141,26 @@ class ReadTransfers(Transfers):
             fence=fence,
         )
 
+    @contextlib.contextmanager
+    def _clearing_up(
+        self, sources: Sequence[Source], buffers: Sequence[Buffer], stream: int | None
+    ) -> Iterator[None]:
+        """Where a block fails: leave no copy on the caller's stream, and keep no changed file."""
+        try:
+            yield
+        except BaseException as error:
+            if stream is not None:
+                with self._equipment.fence(buffers) as left:
+                    self._equipment.wait_for(left)
+            if isinstance(error, SourceChanged):
+                for source in sources:
+                    self._equipment.forget_file(source.identity)
+            raise
+
     def _engage(self, engine: Engine, cargo: Cargo) -> Stats:
         """Run an engine, and add to its evidence what the kernel says of storage meanwhile."""
+        if cargo.stream is not None and engine.route is Route.MAPPED:
+            return engine.run(cargo)  # it may only enqueue, and then every microsecond counts
         before = storage_read_nbytes(self._equipment.bindings.system)
         stats = engine.run(cargo)
         after = storage_read_nbytes(self._equipment.bindings.system)

@@ -44,7 +44,8 @@ def read_into(
         CUDA stream of the buffer's device: of torch, CuPy, cuda.core, or a handle. The read comes
         after what is queued on it, and what is queued on it later sees the bytes. Where they stay
         registered (`Options.mapped_nbytes`), the call only enqueues copies and returns before they
-        are done, and a change of the file after that goes unseen; else it returns as without.
+        are done: keep the buffer until then, as for a kernel on that stream; a change of the file
+        after the call goes unseen. Else it returns as without.
     context
         Whose options and pools to use; None takes the default one.
 
@@ -123,7 +124,8 @@ def write_from(
         The forced route cannot serve; the message has every reason.
     OSError
         As the operating system says (ENOSPC, EROFS, EIO). The file then has its old length, or is
-        gone if it was made here; where old bytes were to be replaced, some may be.
+        gone if it was made here, unless the context wrote to it in another call, too, meanwhile;
+        where old bytes were to be replaced, some may be.
     ValueError
         The stream belongs to another device; a number is negative.
     """

@@ -5,22 +5,26 @@ from __future__ import annotations
 import operator
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from headrace.context import Context, default_context
+from headrace.engines.lanes import Fence
+from headrace.formats.catalog import TensorSpec
 from headrace.formats.checksums import store_checksums
 from headrace.formats.safetensors_layout import Described, Layout, lay_out
 from headrace.framework import Array, Framework, ShownProgress, Taken, choose_stream, shown
+from headrace.futures import TransferFuture
 from headrace.memory.buffer import Buffer
 from headrace.planning.coalesce import place
 from headrace.planning.plan import Piece
 from headrace.planning.route import parse_route
-from headrace.report import Report
+from headrace.report import Report, Snapshot
 from headrace.requests import Request
 from headrace.storage.replacement import Replacement
 from headrace.storage.sink import Sink
 from headrace.survey import PathLike
+from headrace.types import ByteRange, Device
 from headrace.write_transfers import Delivery
 
 
@@ -36,6 +40,16 @@ class Manner:
     """Whether to wait until storage has everything."""
     route: str = "auto"
     """A route, or "auto"."""
+
+
+@dataclass(frozen=True, slots=True)
+class Background:
+    """What a save in the background writes: a snapshot, once it has been taken."""
+
+    fence: Fence
+    """The copies are done after it."""
+    snapshot: Snapshot
+    """What they are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +98,59 @@ def save_file(
     return write_file(taken, path, metadata, manner, progress=progress, context=context)
 
 
+def save_file_async(
+    framework: Framework[Array],
+    tensors: Mapping[str, Array],
+    path: PathLike,
+    metadata: Mapping[str, str] | None,
+    manner: Manner,
+    *,
+    progress: ShownProgress,
+    stream: Any,
+    context: Context | None,
+) -> TransferFuture:
+    """Save a snapshot in the background; see ``headrace.torch.save_file_async``."""
+    context = context or default_context()
+    parse_route(manner.route)
+    stream_of = choose_stream(framework, stream, context)
+    taken = framework.take(tensors, stream_of)
+    lay_out(describe(taken), metadata, align=manner.align)  # what it refuses, the caller hears now
+
+    def spare(nbytes: int, device: Device) -> Buffer | None:
+        order = stream_of(device)
+        with framework.on_stream(order, device):
+            return _try_bytes(framework, nbytes, device, order)
+
+    buffers = [tensor.buffer for tensor in taken]
+    copies, snapshot = context.snapshot(buffers, spare, wait=stream is None)
+    copied = [replace(each, buffer=copy) for each, copy in zip(taken, copies, strict=True)]
+
+    def run(fence: Fence) -> Report:
+        background = Background(fence, snapshot)
+        return write_file(
+            copied,
+            path,
+            metadata,
+            manner,
+            progress=progress,
+            context=context,
+            background=background,
+        )
+
+    return context.submit(run, os.fspath(path), copies)
+
+
+def _try_bytes(
+    framework: Framework[Array], nbytes: int, device: Device, stream: int | None
+) -> Buffer | None:
+    """Memory from the library's allocator; None where it has no more."""
+    try:
+        array = framework.empty(TensorSpec("", "U8", (nbytes,), ByteRange(0, nbytes)), device)
+    except framework.out_of_memory:
+        return None
+    return Buffer(framework.pointer(array), nbytes, device, array, stream)
+
+
 def write_file(
     taken: Sequence[Taken],
     path: PathLike,
@@ -92,6 +159,7 @@ def write_file(
     *,
     progress: ShownProgress,
     context: Context,
+    background: Background | None = None,
 ) -> Report:
     """Write tensors that were taken to one file, which appears whole or not at all.
 
@@ -103,13 +171,16 @@ def write_file(
         As `Replacement` and `Context.deliver`; the old file is as it was.
     """
     label = os.fspath(path)
-    contents = fill([taken], metadata, manner, context)
+    fence = background.fence if background else None
+    contents = fill([taken], metadata, manner, context, fence)
     with Replacement(label, context.bindings.files) as replacement:
 
         def finish() -> None:
             replacement.commit(fsync=manner.fsync)
 
         delivery = prepare(contents, [replacement.sink], label, finish, durable=manner.fsync)
+        if background is not None:
+            delivery = replace(delivery, fence=fence, snapshot=background.snapshot)
         with shown(progress, label) as told:
             return context.deliver(delivery, route=manner.route, progress=told)
 
@@ -119,12 +190,13 @@ def fill(
     metadata: Mapping[str, str] | None,
     manner: Manner,
     context: Context,
+    fence: Fence | None = None,
 ) -> list[Content]:
     """Lay out a file for each group of tensors; with their checksums, if they are asked for."""
     digests: dict[str, str] = {}
     if manner.checksum:
         every = [tensor for group in groups for tensor in group]
-        found = context.digest([each.buffer for each in every])
+        found = context.digest([each.buffer for each in every], fence=fence)
         digests = dict(zip((tensor.name for tensor in every), found, strict=True))
     contents = []
     for group in groups:

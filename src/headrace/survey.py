@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from headrace.bindings.posix import Files
+from headrace.bindings.posix import Files, FileStatus
 from headrace.bindings.sysfs import System, read_mounts
 from headrace.errors import SourceChanged
 from headrace.formats.catalog import Catalog, TensorSpec
@@ -23,6 +23,7 @@ from headrace.probing.machine import MachineFacts, probe_machine
 from headrace.probing.volume import VolumeFacts, probe_volume
 from headrace.storage.residency import Residency, measure_residency
 from headrace.storage.source import Source
+from headrace.types import ByteRange
 
 PathLike = str | os.PathLike[str]
 """One path."""
@@ -60,6 +61,8 @@ class GpuProbes:
     """Whether it can read registered pages of a file."""
     probe_gds: Callable[[str], Fact]
     """Tells of a file whether cuFile can serve it."""
+    is_registered: Callable[[FileStatus, Sequence[ByteRange]], bool] = lambda *_: False
+    """Whether ranges of a file are registered with it already."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +229,11 @@ def survey(
         pieces = place(tensors, len(specs))
         kind = volume.file_system
         facts = Facts(machine, volume, gpu.device, gpu.mapping, gpu.probe_gds(source.path))
-        residency = measure_residency(source, stretches_of(pieces), granule_nbytes, kind)
+        stretches = stretches_of(pieces)
+        if gpu.is_registered(source.identity, stretches):  # to count pages may take milliseconds
+            residency = Residency.of_all(stretches, "registered", "registered pages stay in memory")
+        else:
+            residency = measure_residency(source, stretches, granule_nbytes, kind)
         files.append(FileFacts(pieces, residency, facts))
         specs.extend(tensors)
         owners.extend([index] * len(tensors))

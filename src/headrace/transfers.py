@@ -59,21 +59,28 @@ class Transfers:
         self._equipment = equipment
         self._options = options
 
-    def digest(self, buffers: Sequence[Buffer], progress: OnProgress | None = None) -> Digests:
+    def digest(
+        self,
+        buffers: Sequence[Buffer],
+        progress: OnProgress | None = None,
+        fence: Fence | None = None,
+    ) -> Digests:
         """Checksums of buffers; see `headrace.context.Context.digest`."""
         nbytes = sum(buffer.nbytes for buffer in buffers)
         machine = probe_machine(self._equipment.bindings.system)
         device = next((b.device for b in buffers if not b.device.is_host), HOST)
-        with self._equipment.fence(buffers) as fence:
+        with self._after(fence, buffers) as after:
             cargo = Cargo(
                 transfers=(),
                 sources=(),
                 buffers=buffers,
                 workers=choose_workers(self._options, machine, device, nbytes),
                 block_nbytes=self._options.block_nbytes,
-                fence=fence,
+                fence=after,
                 on_progress=Odometer(progress, nbytes).of_leg(0) if progress else None,
             )
+            if any(buffer.device.is_host for buffer in buffers):
+                self._equipment.wait_for(after)
             return self._equipment.digest(cargo)
 
     def _probes(self, device: Device, forced: Route | None) -> GpuProbes:
@@ -88,6 +95,7 @@ class Transfers:
             gpu,
             self._equipment.mapping_fact(device.index),
             lambda path: self._equipment.gds_fact(path, is_forced),
+            self._equipment.is_registered,
         )
 
     def _prepare(self, plan: Plan, devices: Iterable[Device]) -> Plan:

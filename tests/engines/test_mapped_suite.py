@@ -9,8 +9,17 @@ from pathlib import Path
 import pytest
 
 import headrace as hr
+from headrace.bindings.posix import PosixFiles
+from headrace.engines.base import Cargo
+from headrace.engines.lanes import Lanes
+from headrace.engines.mapped import MappedEngine
+from headrace.memory.buffer import Buffer
+from headrace.memory.mappings import Mappings
+from headrace.planning.plan import Piece, Transfer
 from headrace.testing import FakeCuda, FakeDeviceArray, FaultyFiles
+from headrace.types import Device, Route
 from tests.engines.test_engine_suite import FakeDevice, RealDevice
+from tests.support import open_source
 
 BLOCK = 8192
 MIB = 1 << 20
@@ -196,3 +205,25 @@ def test_limit_met_in_the_middle_of_a_load_makes_room_and_goes_on(
     with hr.Context(hr.Options(mapped_nbytes=MIB), cuda=cuda) as context:
         assert routes(read(path, context, cuda)) == ["mapped"]
         assert routes(read(path, context, cuda)) == ["mapped"]
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_engine_that_fails_leaves_no_copy_on_the_stream_of_the_caller(
+    model: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    monkeypatch.setattr("headrace.engines.mapped.WINDOW_NBYTES", MIB)
+    size, cuda = model.stat().st_size, FakeCuda(fail_copy_at=number)
+    array, stream = FakeDeviceArray(cuda, size), cuda.create_stream()
+    lanes, mappings = Lanes(cuda), Mappings(cuda, PosixFiles(), 64 * MIB)
+    buffer = Buffer(array.pointer, size, Device("cuda", 0), array, stream)
+    transfer = Transfer(0, Route.MAPPED, "test", (Piece(0, size, 0, 0),))
+    with open_source(model) as source:
+        cargo = Cargo([transfer], [source], [buffer], 1, BLOCK, stream=stream)
+        with pytest.raises(hr.DeviceError, match="told to fail"):
+            MappedEngine(cuda, lanes, mappings).run(cargo)
+        assert (cuda.pending_copies, cuda.errors) == (0, [])
+        assert MappedEngine(cuda, lanes, mappings).run(cargo).nbytes == size
+    cuda.synchronize_stream(stream)
+    assert array.tobytes() == model.read_bytes()
+    mappings.close()
+    assert (cuda.mapped_nbytes, cuda.live_events) == (0, 0)

@@ -33,6 +33,11 @@ class CuPy:
             raise ValueError("CuPy arrays live on a GPU, not in host memory; use headrace.numpy")
         return target
 
+    @property
+    def out_of_memory(self) -> tuple[type[Exception], ...]:
+        """See `Framework.out_of_memory`."""
+        return (cupy.cuda.memory.OutOfMemoryError,)
+
     def dtype_name(self, dtype: Any) -> str:
         """See `Framework.dtype_name`."""
         return framework.numpy_dtype_name(dtype)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from headrace.bindings.cuda import Cuda
@@ -56,6 +56,8 @@ class MappedEngine:
             Not even one window can be registered; what was moved so far is void.
         """
         device = cargo.buffers[0].device.index
+        for index in {transfer.source for transfer in cargo.transfers}:
+            self._mappings.forget_older(cargo.sources[index].identity)
         if cargo.stream is not None and self._mappings.keeps(cargo.nbytes):
             return self._enqueue(cargo, device, cargo.stream)
         counts = {"registered": 0, "kept": 0}
@@ -68,7 +70,9 @@ class MappedEngine:
                     job = jobs.take()
                     if job is None:
                         break
-                    window = self._take_or_make_room(cargo, job, in_use, lane, tally)
+                    window = self._take_or_make_room(
+                        cargo, job, tally, lambda: self._finish(in_use, lane)
+                    )
                     in_use.append(window)
                     counts["kept" if window.kept else "registered"] += 1
                     copies = job.copies(cargo.buffers, window.pointer - window.key.start)
@@ -85,31 +89,35 @@ class MappedEngine:
         tally = Tally()
         jobs = Jobs(cargo.transfers, WINDOW_NBYTES)
         with self._lanes.on_device(device):
-            while (job := jobs.take()) is not None:
-                try:
-                    window = self._take(cargo, job, tally)
-                except DeviceError as error:
-                    raise RouteUnavailable(f"route 'mapped' cannot serve: {error}") from error
-                event = self._cuda.create_event()
-                window = replace(window, events=(*window.events, event))
-                try:
-                    copies = job.copies(cargo.buffers, window.pointer - window.key.start)
-                    self._cuda.copy_to_device(copies, stream)
-                finally:
-                    self._cuda.record_event(event, stream)
-                    self._mappings.give_back(window)
-                tally.moved_nbytes += sum(nbytes for _, _, nbytes in copies)
+            try:
+                while (job := jobs.take()) is not None:
+                    self._enqueue_one(cargo, job, stream, tally)
+            except BaseException:
+                self._cuda.synchronize_stream(stream)  # no copy may be left where nobody knows
+                raise
         evidence = "copies of registered pages, enqueued on the caller's stream and not waited for"
         return total(self.route, [tally], evidence)
 
+    def _enqueue_one(self, cargo: Cargo, job: Job, stream: int, tally: Tally) -> None:
+        window = self._take_or_make_room(cargo, job, tally, lambda: None)
+        try:
+            copies = job.copies(cargo.buffers, window.pointer - window.key.start)
+            self._cuda.copy_to_device(copies, stream)
+            tally.moved_nbytes += sum(nbytes for _, _, nbytes in copies)
+        finally:
+            self._mappings.leave(window, stream)
+
     def _take_or_make_room(
-        self, cargo: Cargo, job: Job, in_use: list[Window], lane: Lane, tally: Tally
+        self, cargo: Cargo, job: Job, tally: Tally, finish: Callable[[], None]
     ) -> Window:
-        """A window around a job; where no more can be registered, in place of all others."""
+        """A window around a job; where no more can be registered, in place of all others.
+
+        What `finish` gives back is among these.
+        """
         try:
             return self._take(cargo, job, tally)
         except DeviceError as error:
-            self._finish(in_use, lane)
+            finish()
             self._mappings.close()
             try:
                 return self._take(cargo, job, tally)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import bisect
+import contextlib
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from headrace.bindings.cuda import Cuda
 from headrace.bindings.posix import Files, FileStatus, Mapping
 from headrace.memory.alignment import align_up
 from headrace.options import PAGE_NBYTES
+from headrace.types import ByteRange
 
 MOST_WINDOWS = 1024
 """Windows that are kept at most: each is a mapping, of which Linux gives a process 65,530."""
@@ -65,17 +68,17 @@ class Mappings:
     files
         Maps the files.
     budget_nbytes
-        Most bytes of windows that are kept while nobody uses them.
+        Most bytes of windows that are kept while nobody uses them; whole pages.
     """
 
     def __init__(self, cuda: Cuda, files: Files, budget_nbytes: int) -> None:
         self._cuda = cuda
         self._files = files
-        self._budget = budget_nbytes
+        self._budget = align_up(budget_nbytes, PAGE_NBYTES)
         self._kept: OrderedDict[WindowKey, Window] = OrderedDict()
         self._nbytes = 0
         self._lock = threading.Lock()
-        weakref.finalize(self, _drop_all, cuda, self._kept).atexit = False
+        weakref.finalize(self, _drop_kept, cuda, self._kept).atexit = False
 
     @property
     def nbytes(self) -> int:
@@ -85,6 +88,8 @@ class Mappings:
     def take(self, fd: int, key: WindowKey) -> Window:
         """A window for one user, kept from an earlier call or new.
 
+        `forget_older` comes first: it releases windows of another state of the file.
+
         Raises
         ------
         ValueError, OSError
@@ -92,11 +97,14 @@ class Mappings:
         DeviceError
             CUDA cannot register the pages.
         """
-        self.forget_older(key.identity)
         with self._lock:
             kept = self._pop(key) if key in self._kept else None
         if kept is not None:
-            return replace(kept, kept=True, events=self._pending(kept.events))
+            try:
+                return replace(kept, kept=True, events=self._pending(kept.events))
+            except BaseException:
+                self.drop(kept)
+                raise
         mapping = self._files.map_shared(fd, key.start, key.stop - key.start)
         window = Window(key, mapping)
         try:
@@ -109,6 +117,24 @@ class Mappings:
     def keeps(self, nbytes: int) -> bool:
         """Whether so many bytes are within what is kept between calls."""
         return 0 < nbytes <= self._budget
+
+    def covers(self, identity: FileStatus, wanted: Sequence[ByteRange]) -> bool:
+        """Whether all of some ranges of a file are kept: they are in memory, and stay there."""
+        with self._lock:
+            kept = sorted((key.start, key.stop) for key in self._kept if key.identity == identity)
+        starts: list[int] = []
+        stops: list[int] = []
+        for start, stop in kept:
+            if stops and start <= stops[-1]:
+                stops[-1] = max(stop, stops[-1])
+            else:
+                starts.append(start)
+                stops.append(stop)
+        places = [bisect.bisect_right(starts, part.start) - 1 for part in wanted]
+        return all(
+            place >= 0 and part.stop <= stops[place]
+            for part, place in zip(wanted, places, strict=True)
+        )
 
     def give_back(self, window: Window) -> None:
         """Keep a window, or release it where it does not fit.
@@ -124,8 +150,25 @@ class Mappings:
                 self._nbytes += window.nbytes
                 while self._nbytes > self._budget or len(self._kept) > MOST_WINDOWS:
                     leaving.append(self._pop(next(iter(self._kept))))
-        for each in leaving:
-            _drop(self._cuda, each)
+        _drop_all(self._cuda, leaving)
+
+    def leave(self, window: Window, stream: int) -> None:
+        """As `give_back`, while copies that are on a stream may still read the window.
+
+        Raises
+        ------
+        DeviceError
+            CUDA cannot mark them; they are done, and the window is released.
+        """
+        try:
+            event = self._cuda.create_event()
+            window = replace(window, events=(*window.events, event))
+            self._cuda.record_event(event, stream)
+        except BaseException:
+            self._cuda.synchronize_stream(stream)
+            self.drop(window)
+            raise
+        self.give_back(window)
 
     def drop(self, window: Window) -> None:
         """Release a window that no copy reads any more."""
@@ -143,18 +186,14 @@ class Mappings:
         with self._lock:
             stale = [key for key in self._kept if is_stale(key.identity)]
             windows = [self._pop(key) for key in stale]
-        for window in windows:
-            _drop(self._cuda, window)
+        _drop_all(self._cuda, windows)
 
     def _pending(self, events: tuple[int, ...]) -> tuple[int, ...]:
         """Those of some events that have not happened yet; the others are given up."""
-        pending = []
-        for event in events:
-            if self._cuda.event_is_done(event):
-                self._cuda.destroy_event(event)
-            else:
-                pending.append(event)
-        return tuple(pending)
+        done = [event for event in events if self._cuda.event_is_done(event)]
+        for event in done:
+            self._cuda.destroy_event(event)
+        return tuple(event for event in events if event not in done)
 
     def _pop(self, key: WindowKey) -> Window:
         window = self._kept.pop(key)
@@ -164,21 +203,31 @@ class Mappings:
     def close(self) -> None:
         """Release every window that is kept; those in use stay. Safe to call again."""
         with self._lock:
-            _drop_all(self._cuda, self._kept)
-            self._nbytes = 0
+            windows = [self._pop(key) for key in tuple(self._kept)]
+        _drop_all(self._cuda, windows)
 
 
 def _drop(cuda: Cuda, window: Window) -> None:
+    """Wait for the copies that read a window, and release it; where CUDA cannot wait, it stays."""
     for event in window.events:
         cuda.synchronize_event(event)
-        cuda.destroy_event(event)
-    cuda.unregister_host(window.pointer)
-    window.mapping.close()
+    with contextlib.ExitStack() as stack:  # all of it, even where CUDA fails
+        stack.callback(window.mapping.close)
+        stack.callback(cuda.unregister_host, window.pointer)
+        for event in window.events:
+            stack.callback(cuda.destroy_event, event)
 
 
-def _drop_all(cuda: Cuda, kept: OrderedDict[WindowKey, Window]) -> None:
-    while kept:
-        _drop(cuda, kept.popitem()[1])
+def _drop_all(cuda: Cuda, windows: Iterable[Window]) -> None:
+    with contextlib.ExitStack() as stack:
+        for window in windows:
+            stack.callback(_drop, cuda, window)
+
+
+def _drop_kept(cuda: Cuda, kept: OrderedDict[WindowKey, Window]) -> None:
+    windows = tuple(kept.values())
+    kept.clear()
+    _drop_all(cuda, windows)
 
 
 def _same_file(one: FileStatus, other: FileStatus) -> bool:

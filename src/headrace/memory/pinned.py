@@ -60,8 +60,8 @@ class PinnedPool:
     @property
     def nbytes(self) -> int:
         """Page-locked bytes held now; they are kept for later transfers until `close`."""
-        with self._changed:
-            return sum(len(block.view) for block in self._made if block.pinned)
+        # Without the lock: in a forked child, whoever held it may never give it back.
+        return sum(len(block.view) for block in tuple(self._made) if block.pinned)
 
     @property
     def failure(self) -> str | None:

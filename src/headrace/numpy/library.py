@@ -28,6 +28,11 @@ class NumPy:
             raise ValueError(f"NumPy arrays live in host memory, not on {target}; use 'cpu'")
         return target
 
+    @property
+    def out_of_memory(self) -> tuple[type[Exception], ...]:
+        """See `Framework.out_of_memory`."""
+        return (MemoryError,)
+
     def dtype_name(self, dtype: Any) -> str:
         """See `Framework.dtype_name`."""
         return framework.numpy_dtype_name(dtype)

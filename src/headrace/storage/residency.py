@@ -52,9 +52,15 @@ class Residency:
     resident_nbytes: int
     """Bytes of them in the page cache, to the page."""
     method: str
-    """"cachestat", "mincore", "samples", "by nature", or "unknown"."""
+    """"cachestat", "mincore", "samples", "by nature", "registered", or "unknown"."""
     why: str
     """What the method says, or why none could be used."""
+
+    @classmethod
+    def of_all(cls, wanted: tuple[ByteRange, ...], method: str, why: str) -> Residency:
+        """Of ranges that are known to be resident without a look."""
+        stretches = tuple(Stretch(part, True) for part in wanted)
+        return cls(stretches, sum(part.nbytes for part in wanted), method, why)
 
 
 Counter = Callable[[ByteRange], int]
@@ -79,8 +85,7 @@ def measure_residency(
     """
     if file_system in ALWAYS_RESIDENT:
         why = f"{file_system} keeps its files in memory"
-        all_there = tuple(Stretch(part, True) for part in wanted)
-        return Residency(all_there, sum(part.nbytes for part in wanted), "by nature", why)
+        return Residency.of_all(wanted, "by nature", why)
     with contextlib.ExitStack() as stack:
         method, why, count = _pick_method(source, file_system, granule_nbytes, stack)
         if count is None:
@@ -184,13 +189,28 @@ def _measure(wanted: ByteRange, granule: int, count: Counter) -> tuple[list[Stre
     if expected_s < _PARALLEL_S:
         answers += [_split(part, granule, count) for part in parts[1:]]
     else:
-        with ThreadPoolExecutor(min(len(parts), _COUNTERS)) as pool:
-            answers += pool.map(lambda part: _split(part, granule, count), parts[1:])
+        answers += _split_together(parts[1:], granule, count)
     found: list[Stretch] = []
     for stretches, _ in answers:
         for stretch in stretches:
             _append(found, stretch)
     return found, sum(held for _, held in answers)
+
+
+def _split_together(
+    parts: list[ByteRange], granule: int, count: Counter
+) -> list[tuple[list[Stretch], int]]:
+    """`_split` for several parts, in as many threads as there are to be had."""
+
+    def split(part: ByteRange) -> tuple[list[Stretch], int]:
+        return _split(part, granule, count)
+
+    with ThreadPoolExecutor(min(len(parts), _COUNTERS)) as pool:
+        try:
+            answers = pool.map(split, parts)
+        except RuntimeError:  # a limit of threads or memory, or the interpreter is ending
+            answers = map(split, parts)
+        return list(answers)
 
 
 def _split(part: ByteRange, granule: int, count: Counter) -> tuple[list[Stretch], int]:

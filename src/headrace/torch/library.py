@@ -68,6 +68,11 @@ class Torch:
         current = torch.cuda.current_device() if target.index is None else target.index
         return Device("cuda", current)
 
+    @property
+    def out_of_memory(self) -> tuple[type[Exception], ...]:
+        """See `Framework.out_of_memory`."""
+        return (torch.OutOfMemoryError,)
+
     def dtype_name(self, dtype: Any) -> str:
         """See `Framework.dtype_name`."""
         attribute = str(dtype).removeprefix("torch.")

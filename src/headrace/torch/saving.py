@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
     from headrace.context import Context
     from headrace.framework import ShownProgress
+    from headrace.futures import TransferFuture
     from headrace.report import Report
     from headrace.survey import PathLike
 
@@ -87,6 +88,58 @@ def save_file(
 
     manner = saving.Manner(align, checksum, fsync, route)
     return saving.save_file(
+        Torch(),
+        tensors,
+        path,
+        metadata,
+        manner,
+        progress=progress,
+        stream=stream,
+        context=context,
+    )
+
+
+def save_file_async(
+    tensors: Mapping[str, torch.Tensor],
+    path: PathLike,
+    metadata: Mapping[str, str] | None = None,
+    *,
+    align: bool = False,
+    checksum: bool = False,
+    fsync: bool = True,
+    route: str = "auto",
+    progress: ShownProgress = False,
+    stream: Any = None,
+    context: Context | None = None,
+) -> TransferFuture:
+    """Save tensors as they are now while the program goes on.
+
+    A snapshot is taken first, in stream order: on the device where its free memory allows, else in
+    host memory. Once the call has
+    returned, the tensors may be changed: by anybody or, if a `stream` was given, by what is queued
+    on that stream. The file is written in the background.
+
+    Parameters
+    ----------
+    tensors, path, metadata, align, checksum, fsync, route, progress, stream, context
+        As for `save_file`; a function for the progress is called in another thread.
+
+    Returns
+    -------
+    TransferFuture
+        ``result()`` waits for the file, and gives the Report; its ``snapshot`` says where the
+        snapshot was and what it cost.
+
+    Raises
+    ------
+    ValueError, RuntimeError, TypeError, RouteUnavailable, DeviceError, MemoryError
+        As `save_file`, as far as it does not concern the file; the rest is told by ``result()``.
+    """
+    from headrace import saving
+    from headrace.torch.library import Torch
+
+    manner = saving.Manner(align, checksum, fsync, route)
+    return saving.save_file_async(
         Torch(),
         tensors,
         path,
