@@ -88,9 +88,11 @@ def write_from(
 ) -> Report:
     """Write bytes of memory that you have into a file.
 
-    Bytes outside of the range stay as they are, also where it is not aligned; a file that ends
-    before it is extended, by zeros up to `file_offset`. The call returns when the bytes are in
-    the file, for every reader of it; it does not wait until storage has them (fsync).
+    Bytes outside of the range stay as they are, also where it is not aligned, and where others
+    write them at the same time; a file that ends before it is extended, by zeros up to
+    `file_offset`. Of 0 bytes nothing is extended; the file is made if it is missing. The call
+    returns when the bytes are in the file, for every reader of it; it does not wait until storage
+    has them (fsync).
 
     Parameters
     ----------
@@ -123,9 +125,10 @@ def write_from(
     RouteUnavailable
         The forced route cannot serve; the message has every reason.
     OSError
-        As the operating system says (ENOSPC, EROFS, EIO). The file then has its old length, or is
-        gone if it was made here, unless the context wrote to it in another call, too, meanwhile;
-        where old bytes were to be replaced, some may be.
+        As the operating system says (ENOSPC, EROFS, EIO, EFBIG). The file then has its old length,
+        or is gone if it was made here, unless others made it longer meanwhile; where old bytes
+        were to be replaced, some may be. ESTALE: others truncated, replaced or removed the file
+        while it was written.
     ValueError
         The stream belongs to another device; a number is negative.
     """

@@ -300,3 +300,20 @@ def test_mode_is_set_on_the_open_file(tmp_path: Path, files: PosixFiles) -> None
     finally:
         files.close(fd)
     assert stat.S_IMODE(path.stat().st_mode) == 0o444
+
+
+def test_next_data_is_past_the_hole_and_there_is_none_past_the_last(tmp_path: Path) -> None:
+    files, path = PosixFiles(), tmp_path / "file"
+    with path.open("wb") as file:
+        file.seek(1 << 20)
+        file.write(b"x")
+    fd = files.open(str(path))
+    try:
+        found = files.next_data(fd, 0)
+        assert found in (1 << 20, 0)  # 0: a file system that keeps no holes
+        assert files.next_data(fd, 1 << 20) == 1 << 20
+        assert files.next_data(fd, (1 << 20) + 1) is None
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            files.next_data(-1, 0)
+    finally:
+        files.close(fd)

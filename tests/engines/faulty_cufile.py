@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from headrace.bindings.cufile import CuFile
 from headrace.bindings.cufile_values import BatchEvent, BatchRequest, Counters, StreamCount
+from headrace.options import PAGE_NBYTES
 from headrace.testing import FaultyFiles
 
 
@@ -80,7 +82,9 @@ class FaultyCuFile:
         self, handle: int, pointer: int, nbytes: int, file_offset: int, buffer_offset: int = 0
     ) -> int:
         fd = self.handles[handle]
-        taken = self._files.begin_write(fd, file_offset, nbytes, call="cuFileWrite")
+        # cuFile would read and rewrite the whole page around what ends inside of one.
+        unit = math.gcd(nbytes, file_offset, PAGE_NBYTES)
+        taken = self._files.begin_write(fd, file_offset, nbytes, call="cuFileWrite", unit=unit)
         done = 0
         try:
             done = self._inner.write(handle, pointer, taken, file_offset, buffer_offset)

@@ -310,6 +310,28 @@ class TestGdsWritesThroughNvidiaFs(GdsWrites):
     mode = "nvfs"
     lead = 0
 
+    def test_cufile_is_asked_for_whole_pages_alone_also_after_a_short_count(
+        self, tmp_path: Path
+    ) -> None:
+        with self.open_context(short_writes=3 * 512) as (context, files):
+            report = self.check_write(context, tmp_path / "file", make_data(9 * BLOCK))
+        counters = self.cufiles[-1].read_counters()
+        assert counters is not None
+        assert ((counters.nvfs_writes or 0) > 0, counters.unaligned_writes) == (True, 0)
+        assert files.buffered_written_nbytes > 0
+        assert report.observed[0].unaligned_nbytes == 0
+
+    def test_report_tells_what_bounces(self, tmp_path: Path) -> None:
+        path, data = tmp_path / "file", make_data(2 << 20)
+        with self.open_context() as (context, _):
+            straight, ends, shifted = (
+                self.check_write(context, path, data[skipped:], file_offset).observed[0].bounce
+                for skipped, file_offset in ((0, 0), (5, 0), (0, 5))
+            )
+        assert straight == ""
+        assert ends == "a ring of page-locked blocks (unaligned ends)"
+        assert shifted == f"cuFile's own buffers and {ends}"
+
 
 class TestGdsWritesInCompatibilityMode(GdsWrites):
     mode = "compat"

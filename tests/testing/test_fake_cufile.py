@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -9,8 +9,11 @@ import pytest
 from headrace.bindings.cufile import CuFile
 from headrace.bindings.cufile_errors import CuFileError
 from headrace.bindings.cufile_values import BatchRequest
+from headrace.bindings.posix import PosixFiles
 from headrace.errors import DeviceError
 from headrace.testing import FakeCuda, FakeCuFile, FakeDeviceArray
+from headrace.testing.write_checks import overlay
+from tests.support import folder_with_direct
 
 PAGE = 4096
 
@@ -58,6 +61,43 @@ def test_writes_reach_the_file(rig: Rig) -> None:
     rig.array.fill(1)
     assert rig.cufile.write(rig.handle, rig.pointer, 10, 3) == 10
     assert os.pread(rig.fd, 14, 0) == rig.content[:3] + b"\x01" * 10 + rig.content[13:14]
+
+
+class Neighbour(PosixFiles):
+    """Somebody else writes the first byte of the file right after each look into it."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.path = path
+
+    def preadv(self, fd: int, views: Sequence[memoryview], file_offset: int) -> int:
+        done = super().preadv(fd, views, file_offset)
+        with self.path.open("r+b", buffering=0) as file:
+            file.write(b"N")
+        return done
+
+
+@pytest.mark.parametrize(
+    ("file_offset", "nbytes"),
+    [(PAGE, PAGE), (1, PAGE), (PAGE - 1, 2), (4 * PAGE + 1, 10), (5 * PAGE, PAGE)],
+)
+def test_unaligned_write_around_the_page_cache_rewrites_whole_pages_over_what_others_wrote(
+    tmp_path: Path, file_offset: int, nbytes: int
+) -> None:
+    path = folder_with_direct(tmp_path) / "file"
+    rig = Rig(path)
+    rig.cufile = FakeCuFile(rig.cuda, Neighbour(path))
+    rig.cufile.open_driver("")
+    direct = os.open(path, os.O_RDWR | os.O_DIRECT)
+    rig.array.fill(1)
+    count = rig.cufile.write(rig.cufile.register_handle(direct), rig.pointer, nbytes, file_offset)
+    os.close(direct)
+    os.close(rig.fd)
+    expected = overlay(rig.content, b"\x01" * nbytes, file_offset)
+    looked = (file_offset | nbytes) % PAGE
+    if looked and file_offset >= PAGE:  # else nobody wrote, or it was overwritten with what was
+        expected = overlay(expected, b"N", 0)
+    assert (count, path.read_bytes() == expected) == (nbytes, True)
 
 
 def test_operations_are_counted_by_mode_and_alignment(rig: Rig) -> None:

@@ -115,9 +115,7 @@ class GdsTransfer(ABC):
         after = self._cufile.read_counters()
         evidence = self._judge(before, after)
         unaligned = any(tally.unaligned_nbytes for tally in tallies)
-        bounced = self.compatibility or self._unregistered or unaligned
-        bounce = "cuFile's own buffers" if bounced else ""
-        stats = total(self.route, tallies, evidence, bounce)
+        stats = total(self.route, tallies, evidence, self._bounce(unaligned))
         return replace(stats, mode=self.mode, downgrades=tuple(self.downgrades))
 
     def _move_all(self, cargo: Cargo, handles: Mapping[int, int]) -> list[Tally]:
@@ -146,6 +144,11 @@ class GdsTransfer(ABC):
     @abstractmethod
     def _unaligned_nbytes(self, piece: Piece, buffers: Sequence[Buffer]) -> int:
         """Bytes of a piece that cuFile cannot move as they are."""
+
+    def _bounce(self, unaligned: bool) -> str:
+        """What bytes bounced through; cuFile takes nothing unaligned straight."""
+        bounced = self.compatibility or self._unregistered or unaligned
+        return "cuFile's own buffers" if bounced else ""
 
     def _block_nbytes(self, cargo: Cargo) -> int:
         """Bytes of one request: large, but with something to do for every worker."""

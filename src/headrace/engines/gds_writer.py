@@ -18,6 +18,7 @@ from headrace.memory.alignment import align_down, align_up
 from headrace.memory.buffer import Buffer
 from headrace.options import PAGE_NBYTES
 from headrace.planning.plan import Piece
+from headrace.storage.sink import Sink
 
 
 class GdsWriter(GdsTransfer):
@@ -36,31 +37,48 @@ class GdsWriter(GdsTransfer):
     def __init__(self, ring: Ring, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._ring = ring
+        self._has_ends = self._is_shifted = False
 
     def _move(self, cargo: Cargo, handles: Mapping[int, int], index: int, piece: Piece) -> None:
-        lower, upper = _aligned_part(piece)
-        sink, buffer = cargo.sinks[index], cargo.buffers[piece.buffer]
-        for start, stop in ((piece.file_offset, lower), (upper, piece.file_stop)):
-            if start < stop:
-                place = buffer.pointer + piece.buffer_offset + start - piece.file_offset
-                with self._ring.fetch(buffer.device.index, place, stop - start) as view:
-                    sink.write([view], start)
+        sink, (lower, upper) = cargo.sinks[index], _aligned_part(piece)
+        self._write_through_ring(cargo, sink, piece, piece.file_offset, lower)
         done = lower
         while done < upper:
-            place = piece.buffer_offset + done - piece.file_offset
+            done += self._write(cargo, handles[index], sink, piece, done, upper)
+            whole = align_up(done, PAGE_NBYTES)  # a short count may end inside of a page
+            self._write_through_ring(cargo, sink, piece, done, whole)
+            done = whole
+        self._write_through_ring(cargo, sink, piece, upper, piece.file_stop)
+
+    def _write(
+        self, cargo: Cargo, handle: int, sink: Sink, piece: Piece, start: int, stop: int
+    ) -> int:
+        """Let cuFile write whole pages of a piece; how many bytes it took."""
+        pointer = cargo.buffers[piece.buffer].pointer
+        place = piece.buffer_offset + start - piece.file_offset
+        while True:
             try:
-                count = self._cufile.write(
-                    handles[index], buffer.pointer, upper - done, done, place
-                )
+                count = self._cufile.write(handle, pointer, stop - start, start, place)
             except InterruptedError:
                 continue
             except OSError as error:
                 error.filename = sink.path
                 raise
-            if count == 0:
-                what = f"cuFileWrite at byte {done} of {upper} wrote nothing; check the file system"
-                raise OSError(errno.EIO, what, sink.path)
-            done += count
+            if count:
+                return count
+            what = f"cuFileWrite at byte {start} of {stop} wrote nothing; check the file system"
+            raise OSError(errno.EIO, what, sink.path)
+
+    def _write_through_ring(
+        self, cargo: Cargo, sink: Sink, piece: Piece, start: int, stop: int
+    ) -> None:
+        """Write less than a page of a piece through the ring and the page cache."""
+        if start == stop:
+            return
+        buffer = cargo.buffers[piece.buffer]
+        place = buffer.pointer + piece.buffer_offset + start - piece.file_offset
+        with self._ring.fetch(buffer.device.index, place, stop - start) as view:
+            sink.write([view], start)
 
     def _descriptor(self, cargo: Cargo, index: int) -> AbstractContextManager[int]:
         sink = cargo.sinks[index]
@@ -69,7 +87,15 @@ class GdsWriter(GdsTransfer):
     def _unaligned_nbytes(self, piece: Piece, buffers: Sequence[Buffer]) -> int:
         address = buffers[piece.buffer].pointer + piece.buffer_offset - piece.file_offset
         lower, upper = _aligned_part(piece)
-        return piece.nbytes if address % PAGE_NBYTES else piece.nbytes - (upper - lower)
+        self._has_ends |= piece.nbytes > upper - lower
+        if lower < upper and address % PAGE_NBYTES:
+            self._is_shifted = True
+            return piece.nbytes
+        return piece.nbytes - (upper - lower)
+
+    def _bounce(self, unaligned: bool) -> str:
+        ends = f"{self._ring.bounce} (unaligned ends)" if self._has_ends else ""
+        return " and ".join(filter(None, (super()._bounce(self._is_shifted), ends)))
 
 
 def _aligned_part(piece: Piece) -> tuple[int, int]:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from headrace.bindings.posix import DirectAlignment, FileStatus, Mapping
-from headrace.testing.faulty_writing import WritingFaults, cut_views, refuse
+from headrace.testing.faulty_writing import WritingFaults, cut_views, refuse, shorten
 
 _CHUNK_NBYTES = 1 << 20
 _INVERSE = bytes(range(255, -1, -1))
@@ -109,14 +109,13 @@ class FaultyFiles(WritingFaults):
         OSError
             The read is to fail, with EINTR or EIO; or EBADF for a descriptor not open here.
         """
-        path, direct = self._find(fd)
+        path, _ = self._find(fd)
         with self._lock:
             self.reads += 1
             self._change(path)
             if self.eintr_every is not None and self.reads % self.eintr_every == 0:
                 refuse(errno.EINTR, f"{call} number {self.reads}")
-        limit = self._limit(self.short_reads, fd, direct)
-        nbytes = nbytes if limit is None else min(nbytes, limit)
+        nbytes = shorten(nbytes, self.short_reads, self._unit(fd))
         self._refuse_bad(call, file_offset, nbytes)
         return nbytes
 

@@ -138,7 +138,9 @@ class WritingFaults:
             self.end_write(fd, taken, done)
         return done
 
-    def begin_write(self, fd: int, file_offset: int, nbytes: int, *, call: str = "pwritev") -> int:
+    def begin_write(
+        self, fd: int, file_offset: int, nbytes: int, *, call: str = "pwritev", unit: int = 1
+    ) -> int:
         """Bring its faults to a write to a descriptor, also to one that somebody else makes.
 
         Parameters
@@ -149,6 +151,8 @@ class WritingFaults:
             What is to be written.
         call
             Who writes, for the messages.
+        unit
+            What the bytes must stay a multiple of, where the file demands less.
 
         Returns
         -------
@@ -161,16 +165,15 @@ class WritingFaults:
             The write is to fail, with EINTR, EIO or ENOSPC; or EBADF for a descriptor not open
             here.
         """
-        _, direct = self._find(fd)
+        unit = max(unit, self._unit(fd))
         self._begin("pwritev")
         with self._lock:
             self.writes += 1
             if self.eintr_every is not None and self.writes % self.eintr_every == 0:
                 refuse(errno.EINTR, f"{call} number {self.writes}")
-        limit = self._limit(self.short_writes, fd, direct)
-        nbytes = nbytes if limit is None else min(nbytes, limit)
+        nbytes = shorten(nbytes, self.short_writes, unit)
         self._refuse_bad_write(call, file_offset, nbytes)
-        return self._take(nbytes, self._unit(fd) if direct else 1, call)
+        return self._take(nbytes, unit, call)
 
     def end_write(self, fd: int, taken: int, done: int) -> None:
         """Count the bytes that a write took, of those that it was to take."""
@@ -307,16 +310,17 @@ class WritingFaults:
             self._taken += nbytes
         return nbytes
 
-    def _limit(self, nbytes: int | None, fd: int, direct: bool) -> int | None:
-        """Most bytes that a call may move, where faults want `nbytes` at most."""
-        if nbytes is None or not direct:
-            return nbytes
-        unit = self._unit(fd)
-        return max(align_down(nbytes, unit), unit)
-
     def _unit(self, fd: int) -> int:
+        """What reads and writes of a descriptor are a multiple of."""
+        if not self._find(fd)[1]:
+            return 1
         demanded = self.inner.direct_alignment(fd)
         return max(_SECTOR_NBYTES, demanded.offset if demanded else 0)
+
+
+def shorten(nbytes: int, limit: int | None, unit: int) -> int:
+    """How many of `nbytes` move where faults want `limit` at most: whole units, at least one."""
+    return nbytes if limit is None else min(nbytes, max(align_down(limit, unit), unit))
 
 
 def cut_views(views: Sequence[memoryview], limit: int | None) -> list[memoryview]:
