@@ -148,6 +148,11 @@ def open_sink(path: Path | str, files: Files | None = None) -> Iterator[Sink]:
         sink.close()
 
 
+def _make_machine(cpus: int, available: int | None, busy: bool) -> RecordedSystem:
+    texts = {} if available is None else {"/proc/meminfo": f"MemAvailable: {available // 1024} kB"}
+    return RecordedSystem(texts, cpus, load=2.0 * cpus if busy else 0.0)
+
+
 def make_facts(
     *,
     gpu: bool | None = True,
@@ -162,7 +167,7 @@ def make_facts(
 ) -> Facts:
     """Make up what a choice rests on; every reason names itself, so that tests can find it."""
     return Facts(
-        MachineFacts(cpus, available, Fact("CPUs busy", busy, "load", "load average")),
+        MachineFacts(_make_machine(cpus, available, busy)),
         VolumeFacts(
             file_system,
             Fact("O_DIRECT", direct, "DIRECT-FOUND", "DIRECT-WHY", "DIRECT-REMEDY"),

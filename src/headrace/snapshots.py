@@ -17,7 +17,7 @@ from headrace.memory.pinned import Block
 from headrace.options import PAGE_NBYTES
 from headrace.planning.effort import choose_workers
 from headrace.planning.plan import Piece, Transfer
-from headrace.probing.machine import probe_machine
+from headrace.probing.machine import MachineFacts
 from headrace.report import Snapshot
 from headrace.transfers import Transfers
 from headrace.types import HOST, Device, Route
@@ -125,7 +125,7 @@ class SnapshotTransfers(Transfers):
             return
         # Each piece is a transfer of its own: there are gaps between them.
         transfers = [Transfer(0, Route.CACHED, "", (piece,)) for piece in pieces]
-        machine = probe_machine(self._equipment.bindings.system)
+        machine = MachineFacts(self._equipment.bindings.system)
         nbytes = sum(piece.nbytes for piece in pieces)
         cargo = Cargo(
             transfers=transfers,

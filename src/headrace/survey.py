@@ -19,7 +19,7 @@ from headrace.planning.coalesce import place, stretches_of
 from headrace.planning.planner import FileFacts
 from headrace.planning.route import Facts
 from headrace.probing.fact import Fact
-from headrace.probing.machine import MachineFacts, probe_machine
+from headrace.probing.machine import MachineFacts
 from headrace.probing.volume import VolumeFacts, probe_volume
 from headrace.storage.residency import Residency, measure_residency
 from headrace.storage.source import Source
@@ -220,7 +220,7 @@ def survey(
     granule_nbytes
         Residency is told apart at multiples of this.
     """
-    machine, mounts = probe_machine(system), read_mounts(system)
+    machine, mounts = MachineFacts(system), read_mounts(system)
     files: list[FileFacts] = []
     specs: list[TensorSpec] = []
     owners: list[int] = []

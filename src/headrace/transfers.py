@@ -17,7 +17,7 @@ from headrace.options import Options
 from headrace.planning.effort import choose_workers
 from headrace.planning.plan import Plan, Rejection, Transfer
 from headrace.probing.fact import Fact
-from headrace.probing.machine import probe_machine
+from headrace.probing.machine import MachineFacts
 from headrace.probing.volume import VolumeFacts
 from headrace.progress import Odometer, OnProgress
 from headrace.survey import GpuProbes
@@ -67,7 +67,7 @@ class Transfers:
     ) -> Digests:
         """Checksums of buffers; see `headrace.context.Context.digest`."""
         nbytes = sum(buffer.nbytes for buffer in buffers)
-        machine = probe_machine(self._equipment.bindings.system)
+        machine = MachineFacts(self._equipment.bindings.system)
         device = next((b.device for b in buffers if not b.device.is_host), HOST)
         with self._after(fence, buffers) as after:
             cargo = Cargo(

@@ -13,7 +13,7 @@ from headrace.planning.effort import choose_workers
 from headrace.planning.plan import Piece, Plan, Rejection
 from headrace.planning.route import Facts
 from headrace.planning.write_plan import FileToWrite, make_write_plan
-from headrace.probing.machine import MachineFacts, probe_machine
+from headrace.probing.machine import MachineFacts
 from headrace.probing.volume import probe_volume
 from headrace.progress import OnProgress
 from headrace.report import Report, Snapshot, Stopwatch, make_report
@@ -57,7 +57,7 @@ class WriteTransfers(Transfers):
         watch = Stopwatch()
         devices = [buffer.device for buffer in delivery.buffers]
         with watch.stage("plan"):
-            machine = probe_machine(self._equipment.bindings.system)
+            machine = MachineFacts(self._equipment.bindings.system)
             files = self._survey(delivery, machine, forced)
             plan = make_write_plan(files, devices, self._options, forced)
             plan = self._prepare(plan, dict.fromkeys(devices))

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from headrace.bindings.sysfs import Linux
-from headrace.probing.machine import probe_machine, storage_read_nbytes
+from headrace.probing.machine import MachineFacts, storage_read_nbytes
 from tests.support import RecordedSystem
 
 MEMINFO = """\
@@ -20,12 +20,12 @@ def system(meminfo: str | None = MEMINFO, cpus: int = 8, load: float = 0.0) -> R
 
 
 def test_available_memory_is_what_the_kernel_calls_so_and_not_what_is_free() -> None:
-    assert probe_machine(system()).available_nbytes == 98_304_000 * 1024
+    assert MachineFacts(system()).available_nbytes == 98_304_000 * 1024
 
 
 @pytest.mark.parametrize("meminfo", [None, "", "MemTotal: 5 kB\nMemFree: 3 kB\n"])
 def test_kernel_that_does_not_say_is_unknown(meminfo: str | None) -> None:
-    machine = probe_machine(system(meminfo))
+    machine = MachineFacts(system(meminfo))
     assert machine.available_nbytes is None
     memory, _ = machine.facts
     assert (memory.holds, memory.found) == (None, "unknown")
@@ -38,13 +38,13 @@ def test_kernel_that_does_not_say_is_unknown(meminfo: str | None) -> None:
 def test_cpus_are_busy_above_three_quarters_of_a_task_each(
     cpus: int, load: float, busy: bool
 ) -> None:
-    machine = probe_machine(system(cpus=cpus, load=load))
+    machine = MachineFacts(system(cpus=cpus, load=load))
     assert (machine.cpus, machine.busy.holds) == (cpus, busy)
     assert f"{load:.2f} on {cpus} CPUs" in machine.busy.found
 
 
 def test_facts_are_named_found_and_explained() -> None:
-    facts = probe_machine(system()).facts
+    facts = MachineFacts(system()).facts
     assert [fact.name for fact in facts] == ["available memory", "CPUs busy"]
     for fact in facts:
         assert set(fact.to_dict()) == {"name", "holds", "found", "why", "remedy"}
@@ -53,7 +53,7 @@ def test_facts_are_named_found_and_explained() -> None:
 
 
 def test_running_machine_has_cpus_and_memory() -> None:
-    machine = probe_machine(Linux())
+    machine = MachineFacts(Linux())
     assert machine.cpus >= 1
     assert machine.available_nbytes is None or machine.available_nbytes > 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import stat
@@ -95,7 +96,11 @@ class Mount:
 
 def read_mounts(system: System) -> tuple[Mount, ...]:
     """Mounts of this process, in the order in which they were made (proc(5))."""
-    text = system.read("/proc/self/mountinfo") or ""
+    return _parse_mounts(system.read("/proc/self/mountinfo") or "")
+
+
+@functools.lru_cache(maxsize=1)  # mounts seldom change, and to parse them takes longer than to read
+def _parse_mounts(text: str) -> tuple[Mount, ...]:
     return tuple(_parse_mount(line) for line in text.split("\n") if " - " in line)
 
 

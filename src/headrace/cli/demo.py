@@ -25,7 +25,7 @@ from headrace.cli.target import Target, find_target
 from headrace.context import read_cufile_environment
 from headrace.errors import HeadraceError
 from headrace.probing.fact import Fact
-from headrace.probing.machine import probe_machine
+from headrace.probing.machine import MachineFacts
 from headrace.probing.volume import find_mount
 from headrace.report import format_nbytes
 from headrace.storage.residency import ALWAYS_RESIDENT
@@ -128,7 +128,7 @@ def collect(request: DemoRequest, meter: Meter = quiet) -> DemoResult:
     """
     folder = request.folder or Path(tempfile.gettempdir())
     place = Place(str(folder), find_mount(str(folder), read_mounts(Linux())).file_system)
-    check_room(request.nbytes, place, probe_machine(Linux()).available_nbytes)
+    check_room(request.nbytes, place, MachineFacts(Linux()).available_nbytes)
     with (
         headrace.Context(cufile_environment=read_cufile_environment()) as context,
         _unwinding_on_sigterm(),

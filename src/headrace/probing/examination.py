@@ -24,7 +24,7 @@ from headrace.probing.fact import Fact
 from headrace.probing.gds import probe_nvidia_fs, probe_p2pdma
 from headrace.probing.gpu import probe_gpu
 from headrace.probing.libcufile import Ask, ask_child, probe_libcufile
-from headrace.probing.machine import probe_machine, probe_pressure
+from headrace.probing.machine import MachineFacts, probe_pressure
 from headrace.probing.place import probe_place
 from headrace.probing.platform import probe_platform
 from headrace.probing.verdict import RouteVerdict, judge_routes
@@ -85,7 +85,7 @@ def examine(path: str | None, instruments: Instruments) -> Examination:
         *_probe_cuda(instruments, system, gpus),
         *_probe_cufile(instruments, config, gpus),
         *probe_platform(system, instruments.ask_io_uring),
-        *probe_machine(system).facts,
+        *MachineFacts(system).facts,
         probe_pressure(system),
         *content,
     )

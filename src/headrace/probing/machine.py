@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from functools import cached_property
 
 from headrace.bindings.sysfs import System
 from headrace.probing.fact import Fact
@@ -15,16 +15,43 @@ PRESSURE_PERCENT = 10.0
 """Share of the last ten seconds, in percent, from which on waiting tasks count as pressure."""
 
 
-@dataclass(frozen=True, slots=True)
 class MachineFacts:
-    """What the planner needs to know of the machine."""
+    """What the planner needs to know of the machine (proc(5)).
 
-    cpus: int
-    """CPUs that this process may run on."""
-    available_nbytes: int | None
-    """Memory that can be had without swapping, in bytes; None where the kernel does not say."""
-    busy: Fact
-    """Whether other work keeps the CPUs busy."""
+    Each is looked at when it is first asked for, and then stays: most transfers need none of those
+    that the kernel has to be asked for, and asking takes longer than planning.
+
+    Parameters
+    ----------
+    system
+        Where the facts are read.
+    """
+
+    def __init__(self, system: System) -> None:
+        self._system = system
+
+    @cached_property
+    def cpus(self) -> int:
+        """CPUs that this process may run on."""
+        return self._system.cpus()
+
+    @cached_property
+    def available_nbytes(self) -> int | None:
+        """Memory that can be had without swapping, in bytes; None where the kernel does not say."""
+        return _available_nbytes(self._system)
+
+    @cached_property
+    def busy(self) -> Fact:
+        """Whether other work keeps the CPUs busy."""
+        load, pressure = self._system.load_average(), probe_pressure(self._system)
+        limit = _BUSY_LOAD_PER_CPU * self.cpus
+        return Fact(
+            "CPUs busy",
+            load > limit or pressure.holds is True,
+            f"load {load:.2f} on {self.cpus} CPUs; {pressure.found}",
+            f"one-minute load average, against {limit:.2f}; {pressure.why}",
+            "policy='auto' spends fewer CPU seconds for each byte while this holds",
+        )
 
     @property
     def facts(self) -> tuple[Fact, ...]:
@@ -37,20 +64,6 @@ class MachineFacts:
             "MemAvailable in /proc/meminfo",
         )
         return memory, self.busy
-
-
-def probe_machine(system: System) -> MachineFacts:
-    """Read memory and CPU facts (proc(5))."""
-    cpus, load, pressure = system.cpus(), system.load_average(), probe_pressure(system)
-    limit = _BUSY_LOAD_PER_CPU * cpus
-    busy = Fact(
-        "CPUs busy",
-        load > limit or pressure.holds is True,
-        f"load {load:.2f} on {cpus} CPUs; {pressure.found}",
-        f"one-minute load average, against {limit:.2f}; {pressure.why}",
-        "policy='auto' spends fewer CPU seconds for each byte while this holds",
-    )
-    return MachineFacts(cpus, _available_nbytes(system), busy)
 
 
 def probe_pressure(system: System) -> Fact:
