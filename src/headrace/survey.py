@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from headrace.planning.planner import FileFacts
 from headrace.planning.route import Facts
 from headrace.probing.fact import Fact
 from headrace.probing.machine import MachineFacts
-from headrace.probing.volume import VolumeFacts, probe_volume
+from headrace.probing.volume import VolumeFacts, probe_volume, unseen_volume
 from headrace.storage.residency import Residency, measure_residency
 from headrace.storage.source import Source
 from headrace.types import ByteRange
@@ -220,20 +221,22 @@ def survey(
     granule_nbytes
         Residency is told apart at multiples of this.
     """
-    machine, mounts = MachineFacts(system), read_mounts(system)
+    machine, mounts = MachineFacts(system), functools.cache(lambda: read_mounts(system))
     files: list[FileFacts] = []
     specs: list[TensorSpec] = []
     owners: list[int] = []
     for index, (source, tensors) in enumerate(zip(sources, wanted, strict=True)):
-        volume = probe_volume(source, mounts)
         pieces = place(tensors, len(specs))
-        kind = volume.file_system
-        facts = Facts(machine, volume, gpu.device, gpu.mapping, gpu.probe_gds(source.path))
         stretches = stretches_of(pieces)
-        if gpu.is_registered(source.identity, stretches):  # to count pages may take milliseconds
+        # All that is left to do for registered pages is to enqueue copies: looking takes longer.
+        if gpu.is_registered(source.identity, stretches):
+            volume = unseen_volume("registered pages stay in memory")
             residency = Residency.of_all(stretches, "registered", "registered pages stay in memory")
         else:
+            volume = probe_volume(source, mounts())
+            kind = volume.file_system
             residency = measure_residency(source, stretches, granule_nbytes, kind)
+        facts = Facts(machine, volume, gpu.device, gpu.mapping, gpu.probe_gds(source.path))
         files.append(FileFacts(pieces, residency, facts))
         specs.extend(tensors)
         owners.extend([index] * len(tensors))

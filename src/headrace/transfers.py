@@ -90,13 +90,15 @@ class Transfers:
         gpu = self._equipment.gpu_fact(device.index)
         if gpu.holds is not True:
             return GpuProbes(gpu, gpu, lambda _: gpu)
-        is_forced = forced is Route.GDS
-        return GpuProbes(
+        equipment, is_forced = self._equipment, forced is Route.GDS
+        probes = GpuProbes(
             gpu,
-            self._equipment.mapping_fact(device.index),
-            lambda path: self._equipment.gds_fact(path, is_forced),
-            self._equipment.is_registered,
+            equipment.mapping_fact(device.index),
+            lambda path: equipment.gds_fact(path, is_forced),
         )
+        if forced not in (None, Route.MAPPED):  # no other route profits from what is registered
+            return probes
+        return replace(probes, is_registered=equipment.is_registered)
 
     def _prepare(self, plan: Plan, devices: Iterable[Device]) -> Plan:
         """Get a first block of page-locked memory, while the plan can still change."""

@@ -8,7 +8,7 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from headrace.bindings.cuda import Cuda
 from headrace.bindings.posix import Files, FileStatus, Mapping
@@ -98,10 +98,11 @@ class Mappings:
             CUDA cannot register the pages.
         """
         with self._lock:
-            kept = self._pop(key) if key in self._kept else None
+            kept = self._kept.pop(key, None)
+            self._nbytes -= kept.nbytes if kept else 0
         if kept is not None:
             try:
-                return replace(kept, kept=True, events=self._pending(kept.events))
+                return Window(key, kept.mapping, True, self._pending(kept.events))
             except BaseException:
                 self.drop(kept)
                 raise
@@ -146,7 +147,7 @@ class Mappings:
             if window.key in self._kept or window.nbytes > self._budget:
                 leaving.append(window)
             else:
-                self._kept[window.key] = replace(window, kept=False)
+                self._kept[window.key] = window
                 self._nbytes += window.nbytes
                 while self._nbytes > self._budget or len(self._kept) > MOST_WINDOWS:
                     leaving.append(self._pop(next(iter(self._kept))))
@@ -162,7 +163,7 @@ class Mappings:
         """
         try:
             event = self._cuda.create_event()
-            window = replace(window, events=(*window.events, event))
+            window = Window(window.key, window.mapping, window.kept, (*window.events, event))
             self._cuda.record_event(event, stream)
         except BaseException:
             self._cuda.synchronize_stream(stream)

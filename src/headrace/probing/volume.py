@@ -68,6 +68,11 @@ def probe_volume(file: OpenFile, mounts: tuple[Mount, ...]) -> VolumeFacts:
     return VolumeFacts(mount.file_system, Fact("O_DIRECT", True, found, why), alignment)
 
 
+def unseen_volume(why: str) -> VolumeFacts:
+    """What is known of a volume that was not looked at."""
+    return VolumeFacts("unknown", Fact("O_DIRECT", None, "not looked for", why), _SAFE_ALIGNMENT)
+
+
 def _stated_alignment(file: OpenFile) -> DirectAlignment | None:
     try:
         return file.files.direct_alignment(file.fd)
