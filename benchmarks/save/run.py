@@ -193,7 +193,8 @@ def _raw(run: SaveRun, key: str) -> None:
     contest = _contest(run, "raw", place, {"": source}, {"": source[:WARM_NBYTES]})
     if key != TMPFS:
         contest = replace(contest, repeats=min(SLOW_PLACE_ROUNDS, settings.repeats))
-    writers = run.contestants.raw(run.memory, source)
+    every = run.contestants.raw(run.memory, source)
+    writers = [each for each in every if each.places is None or key in each.places]
     run.rows += run_writes(contest, writers, run.clock(f"raw, {key}"), run.say)
 
 

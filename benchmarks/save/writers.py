@@ -11,7 +11,8 @@ from typing import Any
 from benchmarks.contestants import HeadraceParticipant, Participant
 from benchmarks.memory import Arrays, Memory
 from benchmarks.needs import Need
-from benchmarks.result import Role
+from benchmarks.result import TMPFS, Role
+from benchmarks.save.result import DISK
 
 THREADS = (1, 8, 16)
 """Threads of KvikIO, the first its default; and workers of headrace beside them."""
@@ -77,7 +78,8 @@ class KvikioWriter(Writer):
         default = threads == THREADS[0]
         name = f"KvikIO, {threads} {'thread (its default)' if default else 'threads'}"
         role = Role.PEER if default else Role.PEER_TUNED
-        super().__init__(name, ("kvikio", "kvikio.defaults"), role)
+        places = (TMPFS,) if default else None
+        super().__init__(name, ("kvikio", "kvikio.defaults"), role, places=places)
         self._source = source
         self._threads = threads
 
@@ -109,7 +111,8 @@ class NumpyTofile(Writer):
 
     def __init__(self, memory: Memory) -> None:
         on_host = memory.framework == "numpy"
-        super().__init__("ndarray.tofile" if on_host else "tensor.cpu().numpy().tofile", ("numpy",))
+        name = "ndarray.tofile" if on_host else "tensor.cpu().numpy().tofile"
+        super().__init__(name, ("numpy",), places=(DISK,))
         self._on_host = on_host
 
     def write(self, arrays: Arrays, path: Path) -> None:
@@ -154,7 +157,9 @@ def raw_writers(memory: Memory, source: Any) -> Sequence[Writer]:
     needs = (Need("headrace", "write_from"),)
 
     def ours(title: str, role: Role = Role.OURS_EXTRA, **given: Any) -> Writer:
-        return HeadraceWriter(f"{name}{title}", memory, write_from, role, needs=needs, **given)
+        places = None if role is Role.OURS else (TMPFS,)
+        full = f"{name}{title}"
+        return HeadraceWriter(full, memory, write_from, role, places=places, needs=needs, **given)
 
     routes = ("host" if memory.device == "cpu" else "cached", "direct")
     return (

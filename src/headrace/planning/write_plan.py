@@ -120,8 +120,10 @@ def _first_choice(
     if nbytes < SMALL_NBYTES:
         return buffered, f"fewer than {SMALL_NBYTES >> 20} MiB in all"
     if kind in ALWAYS_RESIDENT:
-        first = Route.MAPPED if buffered is Route.CACHED else buffered
-        return first, f"{kind} keeps its files in memory"
+        why = f"{kind} keeps its files in memory"
+        if buffered is Route.CACHED and options.workers != 1:
+            return Route.MAPPED, why
+        return buffered, why  # one thread alone backs pages slower than it writes
     if options.reuse == "many":
         available = facts.machine.available_nbytes
         if available is None or nbytes <= available // 2:
