@@ -308,13 +308,16 @@ def test_copies_into_ordinary_memory_are_queued_only_after_earlier_work_is_done(
 
 @pytest.mark.parametrize("free", [None, 0], ids=["device", "host"])
 def test_snapshot_keeps_nothing_of_the_callers_alive(free: int | None) -> None:
-    cuda = FakeCuda(free_nbytes=free)
-    buffers = [on_gpu(cuda, noise(BLOCK)), on_gpu(cuda, b""), on_host(b"some"), on_host(b"")]
+    cuda = FakeCuda(2, free_nbytes=free)
+    buffers = [
+        *(on_gpu(cuda, noise(BLOCK)), on_gpu(cuda, b""), on_gpu(cuda, b"", 1)),
+        *(on_host(b"some"), on_host(b"")),
+    ]
     gone = [weakref.ref(buffer.owner) for buffer in buffers]
     with hr.Context(SMALL, cuda=cuda) as context:
         copies, _ = context.snapshot(buffers, Room(cuda), wait=False)
         del buffers
-        assert [ref() for ref in gone] == [None] * 4
+        assert [ref() for ref in gone] == [None] * 5
         cuda.synchronize_stream(LEGACY_STREAM)
     assert content_of(cuda, copies[0]) == noise(BLOCK)
 

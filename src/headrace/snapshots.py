@@ -148,9 +148,9 @@ class SnapshotTransfers(Transfers):
         """Copy from a GPU, through the ring."""
 
         def spill(job: Job, block: Block) -> int:
-            lead, nbytes = job.start % cargo.block_nbytes, job.stop - job.start
-            # What is between two pieces goes along: nobody looks at the end of a copy's last page.
-            _copy_memory(base + job.start, block.pointer + lead, nbytes)
+            # The first window starts a block, and so do all. What is between two pieces goes along:
+            # nobody looks at the end of a copy's last page.
+            _copy_memory(base + job.start, block.pointer, job.stop - job.start)
             return 0
 
         self._equipment.drain(cargo, spill)
