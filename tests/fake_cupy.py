@@ -23,6 +23,8 @@ class FakeCupy:
     def __init__(self, fake_cuda: FakeCuda) -> None:
         self.fake_cuda = fake_cuda
         self.current = dict.fromkeys(range(fake_cuda.device_count()), 0)
+        self.idle = dict.fromkeys(range(fake_cuda.device_count()), 0)
+        self.is_full = False
 
         def bound(kind: type) -> Any:
             return type(kind.__name__, (kind,), {"fake": self})
@@ -39,6 +41,7 @@ class FakeCupy:
             ),
             get_current_stream=lambda: stream(self.current[fake_cuda.current_device()]),
             runtime=SimpleNamespace(getDevice=fake_cuda.current_device),
+            memory=SimpleNamespace(OutOfMemoryError=OutOfMemoryError),
         )
 
     def array(self, content: np.ndarray) -> Any:
@@ -48,7 +51,14 @@ class FakeCupy:
     def empty(self, shape: tuple[int, ...], dtype: Any, order: Any = "C") -> Any:
         """A new array on the current device; in C order alone."""
         assert order == "C"
+        if self.is_full:
+            raise OutOfMemoryError("Out of memory allocating")
         return self.array(np.zeros(shape, dtype))
+
+    def get_default_memory_pool(self) -> Any:
+        """The pool, which tells of the current device."""
+        device = self.fake_cuda.current_device()
+        return SimpleNamespace(free_bytes=lambda: self.idle[device])
 
     def ascontiguousarray(self, array: Array) -> Any:
         """Queue a copy on the current stream, where the array is not contiguous."""
@@ -58,6 +68,10 @@ class FakeCupy:
         stream = self.current[self.fake_cuda.current_device()]
         self.fake_cuda.enqueue_on(stream, lambda: made.put(array.get()))
         return made
+
+
+class OutOfMemoryError(MemoryError):
+    """``cupy.cuda.memory.OutOfMemoryError``."""
 
 
 class Device:

@@ -26,10 +26,14 @@ class Library:
         self.made: list[TensorSpec] = []
         self.entered: list[tuple[int | None, Device]] = []
         self.fails_at = -1
+        self.idle = 0
 
     @property
     def out_of_memory(self) -> tuple[type[Exception], ...]:
         return (MemoryError,)
+
+    def idle_nbytes(self, device: Device) -> int:
+        return self.idle
 
     def parse_device(self, device: Any) -> Device:
         return Device("cuda", int(device or 0))

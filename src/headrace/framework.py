@@ -57,6 +57,9 @@ class Framework(Protocol[Array]):
     def out_of_memory(self) -> tuple[type[Exception], ...]:
         """What `empty` raises where there is no memory left."""
 
+    def idle_nbytes(self, device: Device) -> int:
+        """Bytes of a GPU that its allocator holds, and has given to nobody."""
+
     def parse_device(self, device: Any) -> Device:
         """Its own way of naming devices; None is its current default."""
 

@@ -6,14 +6,22 @@ import operator
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Generic
 
 from headrace.context import Context, default_context
 from headrace.engines.lanes import Fence
 from headrace.formats.catalog import TensorSpec
 from headrace.formats.checksums import store_checksums
 from headrace.formats.safetensors_layout import Described, Layout, lay_out
-from headrace.framework import Array, Framework, ShownProgress, Taken, choose_stream, shown
+from headrace.framework import (
+    Array,
+    Framework,
+    ShownProgress,
+    StreamOf,
+    Taken,
+    choose_stream,
+    shown,
+)
 from headrace.futures import TransferFuture
 from headrace.memory.buffer import Buffer
 from headrace.planning.coalesce import place
@@ -111,44 +119,78 @@ def save_file_async(
 ) -> TransferFuture:
     """Save a snapshot in the background; see ``headrace.torch.save_file_async``."""
     context = context or default_context()
+    target = _fix(path)
     parse_route(manner.route)
     stream_of = choose_stream(framework, stream, context)
     taken = framework.take(tensors, stream_of)
-    lay_out(describe(taken), metadata, align=manner.align)  # what it refuses, the caller hears now
-
-    def spare(nbytes: int, device: Device) -> Buffer | None:
-        order = stream_of(device)
-        with framework.on_stream(order, device):
-            return _try_bytes(framework, nbytes, device, order)
-
-    buffers = [tensor.buffer for tensor in taken]
-    copies, snapshot = context.snapshot(buffers, spare, wait=stream is None)
-    copied = [replace(each, buffer=copy) for each, copy in zip(taken, copies, strict=True)]
+    texts = _check(taken, metadata, manner)
+    copied, snapshot = _copy(framework, taken, stream_of, context, wait=stream is None)
 
     def run(fence: Fence) -> Report:
-        background = Background(fence, snapshot)
         return write_file(
             copied,
-            path,
-            metadata,
+            target,
+            texts,
             manner,
             progress=progress,
             context=context,
-            background=background,
+            background=Background(fence, snapshot),
         )
 
-    return context.submit(run, os.fspath(path), copies)
+    return context.submit(run, target, [each.buffer for each in copied])
 
 
-def _try_bytes(
-    framework: Framework[Array], nbytes: int, device: Device, stream: int | None
-) -> Buffer | None:
-    """Memory from the library's allocator; None where it has no more."""
-    try:
-        array = framework.empty(TensorSpec("", "U8", (nbytes,), ByteRange(0, nbytes)), device)
-    except framework.out_of_memory:
-        return None
-    return Buffer(framework.pointer(array), nbytes, device, array, stream)
+def _fix(path: PathLike) -> str:
+    """The same file, also once the process is in another directory."""
+    given = os.fspath(path)
+    return given if os.path.isabs(given) else os.path.join(os.getcwd(), given)
+
+
+def _check(
+    taken: Sequence[Taken], metadata: Mapping[str, str] | None, manner: Manner
+) -> dict[str, str] | None:
+    """Let the caller hear now what a header refuses; the metadata, which he may change."""
+    if manner.checksum:
+        from headrace.engines.checksum import load_xxh3  # only this needs it
+
+        load_xxh3()
+    lay_out(describe(taken), metadata, align=manner.align)
+    return None if metadata is None else dict(metadata)
+
+
+def _copy(
+    framework: Framework[Array],
+    taken: Sequence[Taken],
+    stream_of: StreamOf,
+    context: Context,
+    *,
+    wait: bool,
+) -> tuple[list[Taken], Snapshot]:
+    """The same tensors in a snapshot."""
+    spare = _Spare(framework, stream_of)
+    copies, snapshot = context.snapshot([each.buffer for each in taken], spare, wait=wait)
+    pairs = zip(taken, copies, strict=True)
+    return [replace(each, buffer=copy) for each, copy in pairs], snapshot
+
+
+@dataclass(frozen=True, slots=True)
+class _Spare(Generic[Array]):
+    """`headrace.snapshots.Spare` of an array library."""
+
+    framework: Framework[Array]
+    stream_of: StreamOf
+
+    def idle_nbytes(self, device: Device) -> int:
+        return self.framework.idle_nbytes(device)
+
+    def allocate(self, nbytes: int, device: Device) -> Buffer | None:
+        order, spec = self.stream_of(device), TensorSpec("", "U8", (nbytes,), ByteRange(0, nbytes))
+        try:
+            with self.framework.on_stream(order, device):
+                array = self.framework.empty(spec, device)
+        except self.framework.out_of_memory:
+            return None
+        return Buffer(self.framework.pointer(array), nbytes, device, array, order)
 
 
 def write_file(

@@ -38,6 +38,11 @@ class CuPy:
         """See `Framework.out_of_memory`."""
         return (cupy.cuda.memory.OutOfMemoryError,)
 
+    def idle_nbytes(self, device: Device) -> int:
+        """See `Framework.idle_nbytes`."""
+        with cupy.cuda.Device(device.index):
+            return int(cupy.get_default_memory_pool().free_bytes())
+
     def dtype_name(self, dtype: Any) -> str:
         """See `Framework.dtype_name`."""
         return framework.numpy_dtype_name(dtype)

@@ -33,6 +33,10 @@ class NumPy:
         """See `Framework.out_of_memory`."""
         return (MemoryError,)
 
+    def idle_nbytes(self, device: Device) -> int:
+        """See `Framework.idle_nbytes`."""
+        return 0
+
     def dtype_name(self, dtype: Any) -> str:
         """See `Framework.dtype_name`."""
         return framework.numpy_dtype_name(dtype)

@@ -111,9 +111,8 @@ def save_file_async(
 ) -> TransferFuture:
     """Save tensors as they are now while the program goes on.
 
-    A snapshot is taken first, in stream order: in host memory. Once the call has
-    returned, the tensors may be changed: by anybody or, if a `stream` was given, by what is queued
-    on that stream. The file is written in the background.
+    A snapshot is taken first, in host memory. Once the call has returned, the arrays may be
+    changed. The file is written in the background.
 
     Parameters
     ----------

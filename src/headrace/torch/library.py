@@ -73,6 +73,11 @@ class Torch:
         """See `Framework.out_of_memory`."""
         return (torch.OutOfMemoryError,)
 
+    def idle_nbytes(self, device: Device) -> int:
+        """See `Framework.idle_nbytes`."""
+        held = torch.cuda.memory_reserved(device.index)
+        return int(held - torch.cuda.memory_allocated(device.index))
+
     def dtype_name(self, dtype: Any) -> str:
         """See `Framework.dtype_name`."""
         attribute = str(dtype).removeprefix("torch.")

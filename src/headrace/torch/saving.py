@@ -115,9 +115,9 @@ def save_file_async(
     """Save tensors as they are now while the program goes on.
 
     A snapshot is taken first, in stream order: on the device where its free memory allows, else in
-    host memory. Once the call has
-    returned, the tensors may be changed: by anybody or, if a `stream` was given, by what is queued
-    on that stream. The file is written in the background.
+    host memory. Once the call has returned, the tensors may be changed: by anybody or, if a
+    `stream` was given, by what is queued on it. That goes for their memory, too, once they are
+    dropped. The file is written in the background.
 
     Parameters
     ----------
