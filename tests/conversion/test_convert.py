@@ -170,7 +170,12 @@ def test_any_checkpoint_arrives_in_any_parts(
     if not described:
         write(folder / "old.safetensors", [])
         source = folder / "old.safetensors"
-    how = {"align": align, "checksum": checksum, "route": route, "part_nbytes": part_nbytes}
+    how: dict[str, Any] = {
+        "align": align,
+        "checksum": checksum,
+        "route": route,
+        "part_nbytes": part_nbytes,
+    }
     with hr.Context() as context:
         run(source, folder / "new.safetensors", context, **how)
         assert read(folder / "new.safetensors") == wanted
@@ -225,7 +230,7 @@ def test_a_forced_route_carries_both_ways(route: str, tmp_path: Path, context: h
 def test_arrays_of_an_npz_file_become_what_safetensors_has(
     tmp_path: Path, context: hr.Context
 ) -> None:
-    arrays = {
+    arrays: dict[str, Any] = {
         "plain": np.arange(5000, dtype=np.float32),
         "fortran": np.asfortranarray(np.arange(12, dtype=np.int16).reshape(3, 4)),
         "big": np.arange(7, dtype=">f8"),
@@ -490,7 +495,7 @@ def test_errors_of_the_system_stay_themselves_and_leave_the_old_target(
             run(tmp_path / "old.safetensors", tmp_path / name, faulty)
         assert caught.value.errno == code
     assert read(tmp_path / name) == wanted
-    assert not [path for path in tmp_path.rglob(".*")]
+    assert list(tmp_path.rglob(".*")) == []
 
 
 @pytest.mark.root

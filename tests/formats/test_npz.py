@@ -117,7 +117,7 @@ def test_a_damaged_member_is_a_format_error(save: object, fraction: float, tmp_p
     whole = bytearray(path.read_bytes())
     whole[int(stop * fraction)] ^= 0xFF
     path.write_bytes(whole)
-    with Archive(str(path)) as archive, pytest.raises(FormatError, match=r"member 'a\.npy'"):  # type: ignore[assignment]
+    with Archive(str(path)) as archive, pytest.raises(FormatError, match=r"member 'a\.npy'"):
         archive.read(["a"])
 
 
