@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 _PIPE_COLUMNS = 160  # width where there is no terminal to ask
-_BY_WORKERS = ("read", "wait")  # stages whose seconds are summed over the threads of a transfer
+_BY_WORKERS = ("read", "write", "wait")  # stages whose seconds are summed over the threads
 
 
 def make_console() -> Console:
