@@ -15,10 +15,11 @@ from headrace.bindings.posix import Files
 from headrace.context import Context, default_context
 from headrace.errors import FormatError
 from headrace.formats.checkpoint import DEFAULT_INDEX, Index, read_checkpoint, read_index
+from headrace.formats.safetensors_layout import Layout
 from headrace.formats.shards import shard_index, split_shards
 from headrace.framework import Array, Framework, ShownProgress, Taken, shown
 from headrace.report import Report
-from headrace.saving import Content, Manner, describe, fill, prepare, take
+from headrace.saving import Manner, describe, fill, prepare, take
 from headrace.storage.replacement import CANNOT_LOCK, Replacement, remove_stale
 from headrace.survey import PathLike
 
@@ -110,18 +111,52 @@ def write_checkpoint(
     shards = split_shards(describe(taken), max_shard_nbytes)
     groups = [[by_name[tensor.name] for tensor in shard] for shard in shards]
     contents = fill(groups, metadata, manner, context)
-    label, files = os.fspath(directory), context.bindings.files
-    _make_directory(label, files, fsync=manner.fsync)
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(_alone(label, files))
-        exchange = _Exchange(label, contents, metadata, manner, files, stack)
+    label, layouts = os.fspath(directory), [content.layout for content in contents]
+    with open_exchange(
+        label, layouts, metadata, context.bindings.files, fsync=manner.fsync
+    ) as exchange:
         sinks = [shard.sink for shard in exchange.shards]
         delivery = prepare(contents, sinks, label, exchange.commit, durable=manner.fsync)
         with shown(progress, label) as told:
             return context.deliver(delivery, route=manner.route, progress=told)
 
 
-class _Exchange:
+@contextlib.contextmanager
+def open_exchange(
+    directory: str,
+    layouts: Sequence[Layout],
+    metadata: Mapping[str, str] | None,
+    files: Files,
+    *,
+    fsync: bool,
+) -> Iterator[Exchange]:
+    """Begin the shards of a new checkpoint, for a block that fills and commits them.
+
+    Parameters
+    ----------
+    directory
+        Made if it is missing.
+    layouts
+        Of each shard: one at least, with a tensor at least.
+    metadata
+        Text entries of the index.
+    files
+        The calls to make.
+    fsync
+        Whether `Exchange.commit` waits until storage has everything.
+
+    Raises
+    ------
+    OSError
+        As `Replacement`; another save into the directory is under way (EBUSY).
+    """
+    _make_directory(directory, files, fsync=fsync)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_alone(directory, files))
+        yield Exchange(directory, layouts, metadata, files, stack, fsync=fsync)
+
+
+class Exchange:
     """New shards and their index, beside what is in a directory until they take its place.
 
     At every moment an index decides what is read, and its shards are whole. Shards that come into
@@ -133,17 +168,18 @@ class _Exchange:
     def __init__(
         self,
         directory: str,
-        contents: Sequence[Content],
+        layouts: Sequence[Layout],
         metadata: Mapping[str, str] | None,
-        manner: Manner,
         files: Files,
         stack: contextlib.ExitStack,
+        *,
+        fsync: bool,
     ) -> None:
-        self._directory, self._files, self._fsync = directory, files, manner.fsync
+        self._directory, self._files, self._fsync = directory, files, fsync
         self._old = _look(directory, files)
         _remove_leftovers(directory, self._old, files)
-        names = _name_shards(len(contents), self._old.names)
-        text = _index_text(contents, names, metadata)
+        names = _name_shards(len(layouts), self._old.names)
+        text = _index_text(layouts, names, metadata)
         self._interim = None if self._old.has_any_index else _interim_text(directory) or text
         self._index = stack.enter_context(self._begin(DEFAULT_INDEX))
         self._index.sink.write([memoryview(text)], 0)
@@ -208,14 +244,14 @@ def _name_shards(count: int, names: frozenset[str]) -> list[str]:
 
 
 def _index_text(
-    contents: Sequence[Content], names: Sequence[str], metadata: Mapping[str, str] | None
+    layouts: Sequence[Layout], names: Sequence[str], metadata: Mapping[str, str] | None
 ) -> bytes:
     """The index of shards that are to be."""
     weight_map: dict[str, str] = {}
     nbytes = 0
-    for content, name in zip(contents, names, strict=True):
-        weight_map.update((spec.name, name) for spec in content.layout.tensors)
-        nbytes += sum(spec.file_range.nbytes for spec in content.layout.tensors)
+    for layout, name in zip(layouts, names, strict=True):
+        weight_map.update((spec.name, name) for spec in layout.tensors)
+        nbytes += sum(spec.file_range.nbytes for spec in layout.tensors)
     return shard_index(weight_map, nbytes, metadata)
 
 

@@ -9,6 +9,7 @@ import pytest
 from safetensors.numpy import save_file
 from typer.testing import CliRunner, Result
 
+import headrace.numpy as hn
 from headrace.cli.load import select_names
 from headrace.cli.main import app
 
@@ -106,6 +107,31 @@ def test_raw_takes_any_file_as_its_bytes(model: Path, array: Path, tmp_path: Pat
     plain.write_bytes(b"\x01" * 12345)
     for path in (plain, model, array):
         assert load_json(path, "--raw")["nbytes"] == path.stat().st_size
+
+
+def test_verify_tells_how_many_bytes_had_a_right_checksum(model: Path, tmp_path: Path) -> None:
+    assert load_json(model)["verified_nbytes"] is None
+    assert load_json(model, "--verify")["verified_nbytes"] == 0
+    checked = tmp_path / "checked.safetensors"
+    hn.save_file(hn.load_file(model), checked, checksum=True)
+    assert load_json(checked, "--verify")["verified_nbytes"] == 3 * LAYER_NBYTES + 20
+    result = load(checked, "--device", "cpu", "--verify")
+    assert "checksums right for 596 B" in result.stdout
+    assert "verified" in result.stdout
+
+
+def test_verify_names_the_tensor_whose_bytes_are_damaged(model: Path) -> None:
+    hn.save_file(hn.load_file(model), model, checksum=True)
+    whole = bytearray(model.read_bytes())
+    whole[-1] ^= 1
+    model.write_bytes(whole)
+    assert load(model, "--device", "cpu").exit_code == 0
+    assert_fails_in_one_line(load(model, "--device", "cpu", "--verify"), str(model), "'norm'")
+
+
+def test_verify_does_not_go_with_plain_bytes(model: Path, array: Path) -> None:
+    assert_fails_in_one_line(load(array, "--verify", "--device", "cpu"), "--verify")
+    assert_fails_in_one_line(load(model, "--raw", "--verify", "--device", "cpu"), "--verify")
 
 
 def test_names_choose_exactly_or_by_glob(model: Path) -> None:

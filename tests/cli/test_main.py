@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from headrace.cli.main import app
 
-COMMANDS = ("demo", "load", "explain", "doctor")
+COMMANDS = ("demo", "load", "convert", "save", "explain", "doctor")
 
 
 def run_headrace(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -69,6 +69,12 @@ def test_no_command_is_wrong_usage() -> None:
         ["load", "x", "--pinned", "1KiB"],
         ["load", "x", "--policy", "thrift"],
         ["load", "x", "--reuse", "never"],
+        ["convert", "x"],
+        ["convert", "x", "y", "--max-shard", "0"],
+        ["convert", "x", "y", "--max-shard", "5 apples"],
+        ["convert", "x", "y.safetensors", "--max-shard", "5GB"],
+        ["convert", "x", "y", "--route", "fast"],
+        ["save", "x", "y", "--block-size", "1000"],
         ["explain"],
         ["explain", "x", "y"],
         ["demo", "--size", "much"],

@@ -171,7 +171,10 @@ WorkersOption = Annotated[
 BlockOption = Annotated[
     int | None,
     typer.Option(
-        "--block-size", parser=parse_size, metavar="SIZE", help="Bytes per read. Default: 4MiB."
+        "--block-size",
+        parser=parse_size,
+        metavar="SIZE",
+        help="Bytes per read or write. Default: 4MiB.",
     ),
 ]
 MappedOption = Annotated[
@@ -210,6 +213,40 @@ ReuseOption = Annotated[
 ]
 StrictOption = Annotated[
     bool, typer.Option("--strict", help="Fail rather than take a second-choice route.")
+]
+ConvertSourceArgument = Annotated[
+    str, typer.Argument(metavar="SOURCE", help="safetensors file, directory or index; or .npz.")
+]
+TargetArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="TARGET",
+        help="A file, if it ends in .safetensors; else a directory for shards and an index.",
+    ),
+]
+MaxShardOption = Annotated[
+    int | None,
+    typer.Option(
+        "--max-shard",
+        parser=parse_size,
+        metavar="SIZE",
+        help="Most bytes of tensors in a shard of a directory. Default: 5GB.",
+    ),
+]
+NoAlignOption = Annotated[
+    bool, typer.Option("--no-align", help="Leave out the padding and order that speed up loads.")
+]
+ChecksumOption = Annotated[
+    bool, typer.Option("--checksum", help="Store a checksum of each tensor (extra: checksum).")
+]
+NoFsyncOption = Annotated[
+    bool, typer.Option("--no-fsync", help="Do not wait until storage has the new files.")
+]
+VerifyOption = Annotated[
+    bool,
+    typer.Option(
+        "--verify", help="Compare what is read with the checksums that it stores, if it does."
+    ),
 ]
 TensorsOption = Annotated[bool, typer.Option("--tensors", help="List the tensors too.")]
 SizeOption = Annotated[

@@ -39,6 +39,8 @@ class LoadRequest:
     """Loads of each source."""
     options: Options = field(default_factory=Options)
     """How transfers are made."""
+    verify: bool = False
+    """Compare what is read with the checksums that the files store."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,13 +102,15 @@ def _loader(
     if request.raw or Path(source).suffix.lower() == ".npy":
         if request.names:
             raise ValueError(f"{source}: --names chooses tensors of safetensors sources only")
+        if request.verify:
+            raise ValueError(f"{source}: --verify takes checksums of safetensors sources only")
         # A stated length makes `read` take even a .npy file as plain bytes.
         extent = {"nbytes": os.stat(source).st_size} if request.raw else {}
         return partial(namespace.read, source, **extent, **common)
     names = None
     if request.names:
         names = find_names(source, request.names, context)
-    return partial(namespace.load, source, names=names, **common)
+    return partial(namespace.load, source, names=names, verify=request.verify, **common)
 
 
 def find_names(source: str, patterns: Sequence[str], context: headrace.Context) -> list[str]:

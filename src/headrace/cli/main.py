@@ -84,6 +84,7 @@ def load(
     route: arg.RouteOption = "auto",
     names: arg.NamesOption = None,
     raw: arg.RawOption = False,
+    verify: arg.VerifyOption = False,
     repeat: arg.LoadRepeatOption = 1,
     workers: arg.WorkersOption = None,
     block_size: arg.BlockOption = None,
@@ -101,11 +102,60 @@ def load(
     options = arg.make_options(workers, block_size, pinned, policy, reuse, strict, mapped)
     with report_failure(debug or context.obj):
         request = command.LoadRequest(
-            tuple(sources), device, framework, route, tuple(names or ()), raw, repeat, options
+            tuple(sources),
+            device,
+            framework,
+            route,
+            tuple(names or ()),
+            raw,
+            repeat,
+            options,
+            verify,
         )
         with show_progress() as meter:
             result = command.collect(request, meter)
         _show(as_json, result.to_json(), "load", result)
+
+
+@app.command()
+def convert(
+    context: typer.Context,
+    source: arg.ConvertSourceArgument,
+    target: arg.TargetArgument,
+    max_shard: arg.MaxShardOption = None,
+    no_align: arg.NoAlignOption = False,
+    checksum: arg.ChecksumOption = False,
+    no_fsync: arg.NoFsyncOption = False,
+    verify: arg.VerifyOption = False,
+    route: arg.RouteOption = "auto",
+    workers: arg.WorkersOption = None,
+    block_size: arg.BlockOption = None,
+    policy: arg.PolicyOption = "speed",
+    reuse: arg.ReuseOption = "auto",
+    strict: arg.StrictOption = False,
+    as_json: arg.JsonOption = False,
+    debug: arg.DebugOption = False,
+) -> None:
+    """Copy a checkpoint into aligned safetensors, bit for bit: headrace save is the same command.
+
+    TARGET appears, or is replaced, whole or not at all, also where it is SOURCE itself. Tensors and
+    their metadata are copied, no other files. Host memory holds 1 GiB of tensors at a time, or the
+    largest tensor.
+    """
+    from headrace.cli import convert as command
+    from headrace.saving import Manner
+
+    options = arg.make_options(workers, block_size, None, policy, reuse, strict)
+    max_shard_nbytes = command.check_shard_size(target, max_shard)
+    manner = Manner(not no_align, checksum, not no_fsync, route)
+    with report_failure(debug or context.obj):
+        request = command.ConvertRequest(source, target, manner, max_shard_nbytes, verify, options)
+        with show_progress() as meter:
+            result = command.collect(request, meter)
+        _show(as_json, result.to_dict(), "conversion", result)
+
+
+app.command("save", help="Another name of headrace convert, with the same options.")(convert)
 
 
 @app.command()

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from headrace.cli.demo import DemoResult
 from headrace.cli.demo_bench import Row
 from headrace.cli.load import LoadResult
+from headrace.conversion.outcome import Conversion
 from headrace.report import Explanation, Report, format_nbytes, one_line
 
 if TYPE_CHECKING:
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 _PIPE_COLUMNS = 160  # width where there is no terminal to ask
-_BY_WORKERS = ("read", "wait")  # stages whose seconds are summed over the threads of a transfer
+_BY_WORKERS = ("read", "write", "wait")  # stages whose seconds are summed over the threads
 
 
 def make_console() -> Console:
@@ -36,6 +37,16 @@ def render_load(result: LoadResult, console: Console) -> None:
     if result.target.is_host and result.target.why:
         why = result.target.why
         console.print(f"No GPU can be used here, so to host memory: {why}.", soft_wrap=True)
+
+
+def render_conversion(result: Conversion, console: Console) -> None:
+    """Print what was converted, what to know of it, and both ways of the bytes."""
+    console.print(str(result), soft_wrap=True)
+    for note in result.notes:
+        console.print(f"Note: {note}.", soft_wrap=True)
+    for report in filter(None, (result.read, result.write)):
+        console.print(str(report), soft_wrap=True)
+        console.print(_report_table(report))
 
 
 def render_explanation(explanation: Explanation, console: Console, *, tensors: bool) -> None:
@@ -104,7 +115,10 @@ def _report_table(report: Report) -> Table:
         )
     table.add_row("stages", "", "", _write_stages(report.stages))
     table.add_row("CPU", "", "", f"{report.cpu_seconds:.3f} s")
-    table.add_row("resident", "", format_nbytes(report.resident_nbytes), "before the read")
+    if report.operation == "read":
+        table.add_row("resident", "", format_nbytes(report.resident_nbytes), "before the read")
+    if report.verified_nbytes is not None:
+        table.add_row("verified", "", format_nbytes(report.verified_nbytes), "checksums right")
     table.add_row("pinned", "", format_nbytes(report.pinned_nbytes), "at most, page-locked")
     return table
 

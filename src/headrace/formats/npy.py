@@ -18,7 +18,7 @@ from headrace.types import ByteRange
 
 _HEADER_CHARACTERS = 10_000
 """Longest header that `np.load` parses unless told to trust the file."""
-_HEAD_NBYTES = 12 + 65_535
+HEAD_NBYTES = 12 + 65_535
 """Magic, length and the longest version 1 header; also the longest version 3 header parsed."""
 _REFUSALS = (
     ValueError,
@@ -60,28 +60,50 @@ def read_catalog(path: str, fd: int | None = None) -> Catalog:
     """
     with open_regular(path, fd) as file:
         file_nbytes = os.fstat(file.fileno()).st_size
-        # A bounded copy: a forged length of 4 GiB then allocates nothing.
-        head = io.BytesIO(file.read(_HEAD_NBYTES))
+        # Bounded: a forged length of 4 GiB then allocates nothing.
+        head = file.read(HEAD_NBYTES)
+    return Catalog(path, (read_spec("", path, head, file_nbytes),), MappingProxyType({}))
+
+
+def read_spec(name: str, label: str, head: bytes, file_nbytes: int) -> TensorSpec:
+    """Read what the header of a .npy file says of its array.
+
+    Parameters
+    ----------
+    name
+        What to call the array.
+    label
+        What error messages call the file.
+    head
+        Its first `HEAD_NBYTES` bytes, or all of it if it is shorter.
+    file_nbytes
+        Its size in bytes.
+
+    Raises
+    ------
+    FormatError
+        As `read_catalog`.
+    """
+    text = io.BytesIO(head)
     try:
-        shape, is_fortran, dtype = _read_header(head)
+        shape, is_fortran, dtype = _read_header(text)
     except _REFUSALS as error:
         raise FormatError(
-            f"{path} ({file_nbytes} bytes) is no valid .npy file: {str(error)[:500]}; "
-            f"{guess_kind(head.getvalue().removeprefix(np.lib.format.MAGIC_PREFIX))}"
+            f"{label} ({file_nbytes} bytes) is no valid .npy file: {str(error)[:500]}; "
+            f"{guess_kind(head.removeprefix(np.lib.format.MAGIC_PREFIX))}"
         ) from error
-    start = head.tell()
+    start = text.tell()
     try:
-        name = dtype_name(dtype)
-        stop = start + tensor_nbytes(name, shape)
+        type_name = dtype_name(dtype)
+        stop = start + tensor_nbytes(type_name, shape)
     except FormatError as error:
-        raise FormatError(f"{path}: {error}") from error
+        raise FormatError(f"{label}: {error}") from error
     if stop > file_nbytes:
         raise FormatError(
-            f"{path} has {file_nbytes} bytes, but its header promises an array of {stop - start} "
+            f"{label} has {file_nbytes} bytes, but its header promises an array of {stop - start} "
             f"bytes from byte {start} on, so {stop}; it is truncated: download or write it again"
         )
-    spec = TensorSpec("", name, shape, ByteRange(start, stop), "F" if is_fortran else "C")
-    return Catalog(path, (spec,), MappingProxyType({}))
+    return TensorSpec(name, type_name, shape, ByteRange(start, stop), "F" if is_fortran else "C")
 
 
 def _read_header(head: io.BytesIO) -> _Header:

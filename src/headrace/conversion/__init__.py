@@ -1,0 +1,1 @@
+"""Copies of checkpoints as safetensors: where from, where to, and a part at a time between."""
