@@ -1,4 +1,4 @@
-"""The READMEs: their code runs, their commands exist, and both say the same."""
+"""The READMEs and references: their code runs, their commands exist, and both say the same."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import typer
 from numpy.typing import NDArray
+from safetensors.numpy import load_file as official_load_file
 from safetensors.numpy import save_file
 
 import headrace
@@ -29,7 +30,10 @@ from tests.support import CUDA, make_facts
 
 ROOT = Path(__file__).parent.parent
 READMES = ("README.md", "README.zh-CN.md")
-PAGES = (*READMES, "CONTRIBUTING.md")
+REFERENCES = ("docs/reference.md", "docs/reference.zh-CN.md")
+TRANSLATIONS = (READMES, REFERENCES)
+IN_ENGLISH = (READMES[0], REFERENCES[0])
+PAGES = (*READMES, *REFERENCES, "CONTRIBUTING.md")
 COMMANDS = (
     "python3 -m venv .venv && .venv/bin/pip install . && .venv/bin/headrace demo",
     "python3 -m venv .venv && .venv/bin/pip install '.[test]' && .venv/bin/python -m pytest",
@@ -55,26 +59,32 @@ def _prose(page: str) -> str:
     return _FENCE.sub("", _RESULTS.sub("", _text(page)))
 
 
-def _block(language: str) -> str:
-    ((_, content),) = _blocks("README.md", language)
+def _block(page: str, language: str) -> str:
+    ((_, content),) = _blocks(page, language)
     return content
 
 
+def _codes() -> list[str]:
+    """Each Python block of the pages in English."""
+    return [code for page in IN_ENGLISH for _, code in _blocks(page, "python")]
+
+
 def _results(page: str) -> str:
-    (section,) = _RESULTS.findall(_text(page))
-    return str(section)
+    """What was pasted of reading, and of writing."""
+    reading, writing = _RESULTS.findall(_text(page))
+    return f"{reading}{writing}"
 
 
 def _examples() -> list[Any]:
-    """Each Python block; torch's blocks for a GPU also in host memory."""
+    """Each Python block; torch's blocks for a GPU also in host memory, if they have no streams."""
     examples = []
-    for index, (_, code) in enumerate(_blocks("README.md", "python")):
+    for index, code in enumerate(_codes()):
         imported = re.search(r"(?:from headrace\.|import )(cupy|torch)", code)
         framework = imported[1] if imported else "numpy"
         on_gpu = framework == "cupy" or '"cuda"' in code
         marks = [pytest.mark.gpu] if on_gpu else []
         examples.append(pytest.param(framework, code, id=f"{index}-{framework}", marks=marks))
-        if on_gpu and framework == "torch":
+        if on_gpu and framework == "torch" and "torch.cuda" not in code:
             on_host = code.replace('"cuda"', '"cpu"')
             examples.append(pytest.param(framework, on_host, id=f"{index}-{framework}-host"))
     return examples
@@ -133,10 +143,17 @@ def test_example_runs_and_gives_the_right_bytes(
         wanted = (folder / "data.bin").read_bytes()[4097 : 4097 + (1 << 20)]
         assert _to_host(names["buffer"]).tobytes() == wanted
         assert names["report"].nbytes == 1 << 20
+    if "records" in names:
+        written = bytes(4097) + _to_host(names["records"]).tobytes()
+        assert (folder / "records.bin").read_bytes() == written
+    saved = [official_load_file(path) for path in folder.rglob("*.safetensors")]
+    assert all(np.array_equal(t[key], weights[key]) for t in saved for key in t)
+    named = re.findall(r'"([\w-]+\.(?:safetensors|bin))"', code)
+    assert all((folder / name).exists() for name in named)
 
 
 def test_example_of_a_suite_passes(tmp_path: Path) -> None:
-    (code,) = [code for _, code in _blocks("README.md", "python") if "EngineSuite" in code]
+    (code,) = [code for code in _codes() if "EngineSuite" in code]
     (tmp_path / "test_mine.py").write_text(code, encoding="utf-8")
     command = (sys.executable, "-m", "pytest", "-q", "--color=no", "test_mine.py")
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
@@ -146,8 +163,8 @@ def test_example_of_a_suite_passes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("framework", ["torch", "cupy", "numpy"])
 def test_each_framework_has_an_example(framework: str) -> None:
-    codes = [code for _, code in _blocks("README.md", "python")]
-    assert any(f"from headrace.{framework} import load_file" in code for code in codes)
+    imported = f"from headrace.{framework} import load_file, read, save_file"
+    assert any(imported in code for code in _codes())
 
 
 @pytest.mark.parametrize("page", READMES)
@@ -156,21 +173,32 @@ def test_command_for_a_fresh_machine_stands_alone_in_a_block(page: str, command:
     assert [content for _, content in _blocks(page, "sh")].count(f"{command}\n") == 1
 
 
-def test_both_readmes_have_the_same_code() -> None:
-    assert _blocks(READMES[0]) == _blocks(READMES[1])
+@pytest.mark.parametrize("pages", TRANSLATIONS)
+def test_both_languages_have_the_same_code(pages: tuple[str, str]) -> None:
+    assert _blocks(pages[0]) == _blocks(pages[1])
 
 
-def test_both_readmes_have_the_same_outline() -> None:
-    outlines = [re.findall(r"^(#+) |^(\|[-|]+\|)$", _prose(page), re.M) for page in READMES]
+@pytest.mark.parametrize("pages", TRANSLATIONS)
+def test_both_languages_have_the_same_outline(pages: tuple[str, str]) -> None:
+    outlines = [re.findall(r"^(#+) |^(\|[-|]+\|)$", _prose(page), re.M) for page in pages]
     assert outlines[0]
     assert outlines[0] == outlines[1]
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_linked_files_exist(page: str) -> None:
-    targets = re.findall(r"\]\(([^)\s]+)\)", _prose(page))
-    missing = [t for t in targets if "://" not in t and not (ROOT / t.partition("#")[0]).exists()]
-    assert not missing
+    targets = [t for t in re.findall(r"\]\(([^)\s]+)\)", _prose(page)) if "://" not in t]
+    for target in targets:
+        name, _, anchor = target.partition("#")
+        path = (ROOT / page).parent / name if name else ROOT / page
+        assert path.exists(), target
+        assert not anchor or anchor in _anchors(path.read_text(encoding="utf-8")), target
+
+
+def _anchors(text: str) -> set[str]:
+    """The anchors that GitHub makes of headings."""
+    headings = re.findall(r"^#+ (.+)$", _FENCE.sub("", text), re.M)
+    return {re.sub(r"[^\w -]", "", each).lower().replace(" ", "-") for each in headings}
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -207,7 +235,7 @@ def test_tables_name_every_option_route_and_error(page: str) -> None:
     assert errors <= rows
 
 
-@pytest.mark.parametrize("page", READMES)
+@pytest.mark.parametrize("page", REFERENCES)
 def test_table_of_file_systems_is_the_planner_s(page: str) -> None:
     rows = re.findall(r"^\| \w+[^\w ] ?(`[^|]+`) \| ([^|]+) \|", _text(page), re.M)
     shown = {tuple(re.findall(r"`([^`*]+)\*?`", kinds)): "direct" in first for kinds, first in rows}
@@ -261,10 +289,19 @@ def _report_of(document: dict[str, Any]) -> Report:
 def test_example_of_a_report_is_one_of_this_version(tmp_path: Path) -> None:
     (tmp_path / "data").write_bytes(b"1234")
     made = headrace.read_into(bytearray(4), tmp_path / "data").to_dict()
-    shown = json.loads(_block("json"))
+    shown = json.loads(_block(REFERENCES[0], "json"))
     assert list(shown) == list(made)
     assert list(shown["stages"]) == list(made["stages"])
-    assert str(_report_of(shown)) == _block("text").strip()
+    load = _report_of(shown)
+    save = replace(load, operation="write", rejected=(), durable=False, seconds=0.025685)
+    assert [str(load), str(save)] == _block(READMES[0], "text").splitlines()
+
+
+@pytest.mark.parametrize("page", REFERENCES)
+def test_table_of_the_report_names_its_keys(page: str) -> None:
+    rows = set(re.findall(r"^\| `(\w+)` \|", _text(page), re.M))
+    plain = {"schema", "source", "device", "nbytes", "seconds", "gb_per_s"}
+    assert set(json.loads(_block(page, "json"))) - plain <= rows
 
 
 @pytest.mark.parametrize("page", READMES)

@@ -1,7 +1,8 @@
-"""Bytes straight from storage to the GPU, by the fastest route, with a report that says which.
+"""Bytes straight between storage and the GPU, by the fastest route, with a report that says which.
 
-``headrace.torch``, ``headrace.cupy`` and ``headrace.numpy`` load weights and arrays;
-`read_into` fills memory that you have; `explain` tells beforehand, `trace` afterwards.
+``headrace.torch``, ``headrace.cupy`` and ``headrace.numpy`` load and save weights and arrays;
+`read_into` and `write_from` serve memory that you have; `explain` tells beforehand, `trace`
+afterwards.
 """
 
 from __future__ import annotations
