@@ -295,6 +295,8 @@ def test_a_signal_in_the_middle_leaves_nothing_behind(tmp_path: Path) -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        # A shell in the background starts its children with SIGINT ignored.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     ) as process:
         until = time.monotonic() + 60
         while not (target.is_dir() and os.listdir(target)) and time.monotonic() < until:
