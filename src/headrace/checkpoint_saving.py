@@ -18,7 +18,7 @@ from headrace.formats.checkpoint import DEFAULT_INDEX, Index, read_checkpoint, r
 from headrace.formats.safetensors_layout import Layout
 from headrace.formats.shards import shard_index, split_shards
 from headrace.framework import Array, Framework, ShownProgress, Taken, shown
-from headrace.report import Report
+from headrace.report import Report, Stopwatch
 from headrace.saving import Manner, describe, fill, prepare, take
 from headrace.storage.replacement import CANNOT_LOCK, Replacement, remove_stale
 from headrace.survey import PathLike
@@ -110,13 +110,14 @@ def write_checkpoint(
     by_name = {tensor.name: tensor for tensor in taken}
     shards = split_shards(describe(taken), max_shard_nbytes)
     groups = [[by_name[tensor.name] for tensor in shard] for shard in shards]
-    contents = fill(groups, metadata, manner, context)
+    watch = Stopwatch()
+    contents = fill(groups, metadata, manner, context, watch)
     label, layouts = os.fspath(directory), [content.layout for content in contents]
     with open_exchange(
         label, layouts, metadata, context.bindings.files, fsync=manner.fsync
     ) as exchange:
         sinks = [shard.sink for shard in exchange.shards]
-        delivery = prepare(contents, sinks, label, exchange.commit, durable=manner.fsync)
+        delivery = prepare(contents, sinks, label, exchange.commit, watch, durable=manner.fsync)
         with shown(progress, label) as told:
             return context.deliver(delivery, route=manner.route, progress=told)
 

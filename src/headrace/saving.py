@@ -27,7 +27,7 @@ from headrace.memory.buffer import Buffer
 from headrace.planning.coalesce import place
 from headrace.planning.plan import Piece
 from headrace.planning.route import parse_route
-from headrace.report import Report, Snapshot
+from headrace.report import Report, Snapshot, Stopwatch
 from headrace.requests import Request
 from headrace.storage.replacement import Replacement
 from headrace.storage.sink import Sink
@@ -214,13 +214,15 @@ def write_file(
     """
     label = os.fspath(path)
     fence = background.fence if background else None
-    contents = fill([taken], metadata, manner, context, fence)
+    watch = Stopwatch()
+    contents = fill([taken], metadata, manner, context, watch, fence)
     with Replacement(label, context.bindings.files) as replacement:
 
         def finish() -> None:
             replacement.commit(fsync=manner.fsync)
 
-        delivery = prepare(contents, [replacement.sink], label, finish, durable=manner.fsync)
+        sinks = [replacement.sink]
+        delivery = prepare(contents, sinks, label, finish, watch, durable=manner.fsync)
         if background is not None:
             delivery = replace(delivery, fence=fence, snapshot=background.snapshot)
         with shown(progress, label) as told:
@@ -232,13 +234,15 @@ def fill(
     metadata: Mapping[str, str] | None,
     manner: Manner,
     context: Context,
+    watch: Stopwatch,
     fence: Fence | None = None,
 ) -> list[Content]:
     """Lay out a file for each group of tensors; with their checksums, if they are asked for."""
     digests: dict[str, str] = {}
     if manner.checksum:
         every = [tensor for group in groups for tensor in group]
-        found = context.digest([each.buffer for each in every], fence=fence)
+        with watch.stage("checksum"):
+            found = context.digest([each.buffer for each in every], fence=fence)
         digests = dict(zip((tensor.name for tensor in every), found, strict=True))
     contents = []
     for group in groups:
@@ -261,6 +265,7 @@ def prepare(
     sinks: Sequence[Sink],
     label: str,
     finish: Callable[[], None],
+    watch: Stopwatch,
     *,
     durable: bool,
 ) -> Delivery:
@@ -271,7 +276,7 @@ def prepare(
         sink.write([memoryview(content.layout.header)], 0)
         pieces.append(place(content.layout.tensors, len(buffers)))
         buffers.extend(content.buffers)
-    return Delivery(label, sinks, pieces, buffers, finish=finish, durable=durable)
+    return Delivery(label, sinks, pieces, buffers, finish=finish, durable=durable, watch=watch)
 
 
 def write(

@@ -42,6 +42,8 @@ class Delivery:
     """Whether `finish` waits until storage has them."""
     snapshot: Snapshot | None = None
     """What the buffers are a copy of."""
+    watch: Stopwatch | None = None
+    """What has timed the call so far; None where it begins with the write."""
 
 
 class WriteTransfers(Transfers):
@@ -54,7 +56,7 @@ class WriteTransfers(Transfers):
 
         See `headrace.context.Context.deliver` for errors.
         """
-        watch = Stopwatch()
+        watch = delivery.watch or Stopwatch()
         devices = [buffer.device for buffer in delivery.buffers]
         with watch.stage("plan"):
             machine = MachineFacts(self._equipment.bindings.system)

@@ -301,12 +301,13 @@ class FakeCuFile:
             self._files.preadv(fd, [view], start)
             time.sleep(0)  # to whoever writes meanwhile
         view[lead : lead + len(data)] = data
-        before = os.fstat(fd).st_size
-        done = 0
-        while done <= lead:  # a short count may end before what is to be written
-            done += self._files.pwritev(fd, [view[done:]], start + done)
-        if start + done > max(before, stop):
-            os.ftruncate(fd, max(before, stop))
+        with self._lock:
+            before, done = os.fstat(fd).st_size, 0
+            while done <= lead:  # a short count may end before what is to be written
+                done += self._files.pwritev(fd, [view[done:]], start + done)
+            # What the last page has too much goes, unless others made the file longer meanwhile.
+            if os.fstat(fd).st_size == start + done > max(before, stop):
+                os.ftruncate(fd, max(before, stop))
         return max(min(done - lead, len(data)), 0)
 
     def _begin(self, call: str) -> None:
