@@ -57,13 +57,13 @@ WARM_NBYTES = 256 << 20
 """Bytes, or about so many of a model, that a contestant writes before its first round."""
 
 PART_SHARES = {
-    "raw, tmpfs": 0.24,
-    "model": 0.2,
-    "async": 0.1,
-    "stream": 0.08,
-    "host memory": 0.1,
-    "raw, zram": 0.14,
-    "raw, disk": 0.17,
+    "raw, tmpfs": 0.36,
+    "model": 0.22,
+    "async": 0.07,
+    "stream": 0.04,
+    "host memory": 0.11,
+    "raw, zram": 0.1,
+    "raw, disk": 0.1,
 }
 """Shares of the time of the run that parts may take before they start no new round."""
 

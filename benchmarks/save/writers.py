@@ -161,7 +161,7 @@ def raw_writers(memory: Memory, source: Any) -> Sequence[Writer]:
         full = f"{name}{title}"
         return HeadraceWriter(full, memory, write_from, role, places=places, needs=needs, **given)
 
-    routes = ("host" if memory.device == "cpu" else "cached", "direct")
+    routes = ("host" if memory.device == "cpu" else "cached",)
     return (
         ours("", Role.OURS),
         *(ours(workers_title(count), options={"workers": count}) for count in THREADS),

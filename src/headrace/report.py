@@ -93,9 +93,9 @@ class Report:
     resident_nbytes: int
     """Wanted bytes that the page cache held before the read."""
     stages: Mapping[str, float]
-    """Wall seconds: of a read "open", "plan", "allocate", "transfer", "verify"; of a write "checksum"
-    (where it was asked for), "plan", "allocate", "transfer", "sync". And "read" or "write", the part
-    of "transfer" inside calls on files, summed over its workers."""
+    """Wall seconds: of a read "open", "plan", "allocate", "transfer", "verify"; of a write
+    "checksum" (where it was asked for), "plan", "allocate", "transfer", "sync". And "read" or
+    "write", the part of "transfer" inside calls on files, summed over its workers."""
     pinned_nbytes: int
     """Most page-locked memory that the context held, in bytes."""
     mapped_nbytes: int = 0
