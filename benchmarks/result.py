@@ -31,6 +31,10 @@ class Role(StrEnum):
     """Another library with its own settings turned."""
 
 
+ONCE_NOTE = "run once only"
+"""How the note begins of a contestant too slow to be run again."""
+
+
 @dataclass(frozen=True, slots=True)
 class Reading:
     """One timed load."""
@@ -84,8 +88,9 @@ class Row:
 
     @property
     def measured(self) -> tuple[Reading, ...]:
-        """The readings that count: the measured ones, else the first alone."""
-        return self.readings or ((self.first,) if self.first else ())
+        """The readings that count: the measured ones, or the first of what was run once only."""
+        once = self.note is not None and self.note.startswith(ONCE_NOTE)
+        return (self.first,) if once and self.first else self.readings
 
     @property
     def is_valid(self) -> bool:

@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar
 from benchmarks.contestants import Contestant, Participant
 from benchmarks.memory import Arrays, Memory
 from benchmarks.places import Place, Residency
-from benchmarks.result import Reading, Role, Row
+from benchmarks.result import ONCE_NOTE, Reading, Role, Row
 
 ONCE_S = 20.0
 """A contestant whose first reading took longer is not run again."""
@@ -190,7 +190,7 @@ def _retire_by_time(entry: Entry[P], limits: Limits, clock: Clock, number: int) 
     if clock.is_over():
         entry.note = f"{done}: the time for the whole run was over"
     elif number == 1 and entry.spent_s > ONCE_S:
-        entry.note = f"run once only: it took {entry.spent_s:.1f} s"
+        entry.note = f"{ONCE_NOTE}: it took {entry.spent_s:.1f} s"
     elif number > 1 and entry.spent_s > budget_s:
         entry.note = f"{done}: its readings took {entry.spent_s:.1f} s"
     elif number > SLOW_ROUNDS and entry.is_slow(limits.slow_s):

@@ -79,5 +79,6 @@ def _note(row: Document) -> str:
         return f"absent: {row['absent']}"
     if row["error"]:
         return str(row["error"])
-    told = [f"snapshot: {r['snapshot']}" for r in row["reports"] if r.get("snapshot")]
+    taken = [report["snapshot"] for report in row["reports"] if report.get("snapshot")]
+    told = [f"snapshot: {each['device']}, {each['seconds'] * 1e3:.1f} ms" for each in taken]
     return "; ".join([f"{len(row['readings'])} calls", *row["routes"], *told])

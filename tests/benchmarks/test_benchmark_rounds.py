@@ -164,3 +164,19 @@ def test_hand_written_readers_get_every_byte_of_an_unaligned_file(
         pytest.skip("this file system refuses O_DIRECT")
     assert row.error is None
     assert row.compared
+
+
+def test_warm_up_alone_is_no_measurement_where_only_the_time_was_over(contest: Contest) -> None:
+    class Ends(Recorder):
+        def load(self, source: Path) -> Any:
+            ends.append(0.0)
+            return super().load(source)
+
+    class EndingClock(Clock):
+        def is_over(self) -> bool:
+            return bool(ends)
+
+    ends: list[float] = []
+    (row,) = hold(contest, Ends("a", []), clock=EndingClock(0.0))
+    assert row.first is not None
+    assert (row.measured, row.gb_per_s, row.is_valid) == ((), None, False)

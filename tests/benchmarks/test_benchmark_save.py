@@ -117,7 +117,7 @@ class Copier(AsyncSaver):
         return wait
 
     def take_reports(self) -> tuple[dict[str, Any], ...]:
-        return ({"snapshot": "host memory"},)
+        return ({"snapshot": {"device": "cpu", "seconds": 0.0123}},)
 
 
 def raw_impostors(memory: Memory, source: Any) -> Sequence[Writer]:
@@ -240,7 +240,7 @@ def test_tables_show_every_state_of_a_row(document: dict[str, Any]) -> None:
     assert "| liar | failed | failed |" in text
     assert "| ghost | absent | absent |" in text
     assert "ghost: absent: json has no JSONDecoder.no_such (tmpfs, disk)" in text
-    assert "snapshot: host memory" in text
+    assert "snapshot: cpu, 12.3 ms" in text
     assert "until fsync returned" in text
 
 

@@ -140,7 +140,7 @@ def test_headrace_writes_raw_bytes_by_default_by_workers_and_by_route(
     given = [c[2] for c in headrace.calls]
     assert given[0] == {}
     assert [options["context"].options.workers for options in given[1:4]] == [1, 8, 16]
-    assert given[4:] == [{"route": "host"}, {"route": "direct"}]
+    assert given[4:] == [{"route": "host"}]
 
 
 def test_headrace_saves_a_model_by_default_aligned_and_with_checksums(
