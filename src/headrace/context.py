@@ -24,15 +24,17 @@ from headrace.probing.fact import Fact
 from headrace.progress import OnProgress
 from headrace.read_transfers import Allocate, ReadTransfers
 from headrace.report import Explanation, Report, Snapshot
-from headrace.requests import Request, make_request
-from headrace.snapshots import SnapshotTransfers, Spare
 from headrace.survey import PathLike, Want
 from headrace.types import Device
-from headrace.write_transfers import Delivery, WriteTransfers
 
 if TYPE_CHECKING:
     from headrace.bindings.cufile import CuFile
     from headrace.probing.examination import Instruments
+    from headrace.requests import Request
+    from headrace.snapshots import Spare
+    from headrace.write_transfers import Delivery
+
+# What loads do not need is imported where it is needed: the first one waits for every module.
 
 
 class Context:
@@ -75,9 +77,6 @@ class Context:
         )
         self._equipment = Equipment(self.bindings, self.options)
         self._reads = ReadTransfers(self._equipment, self.options)
-        self._writes = WriteTransfers(self._equipment, self.options)
-        self._snapshots = SnapshotTransfers(self._equipment, self.options)
-        self.request = functools.partial(make_request, load_cuda=self._equipment.load_cuda)
         self._publisher = Publisher(self.observers)
         self._closed = False
         self._forget_parent()
@@ -195,10 +194,19 @@ class Context:
         RouteUnavailable, DeviceError, OSError, ValueError
             See `headrace.errors`; ValueError for a route that does not exist or a closed context.
         """
+        from headrace.write_transfers import WriteTransfers
+
         forced = parse_route(route)
         with self._use():
-            done = self._writes.run(delivery, forced, progress)
+            done = WriteTransfers(self._equipment, self.options).run(delivery, forced, progress)
         return self._publisher.publish(*done)
+
+    @property
+    def request(self) -> Callable[..., Request]:
+        """Checks what one buffer and one stretch of a file ask for: `make_request`."""
+        from headrace.requests import make_request
+
+        return functools.partial(make_request, load_cuda=self._equipment.load_cuda)
 
     def read(self, request: Request, *, route: str = "auto") -> Report:
         """Read a stretch of a file into a buffer; see `headrace.read_into`."""
@@ -217,8 +225,10 @@ class Context:
         self, buffers: Sequence[Buffer], spare: Spare, *, wait: bool
     ) -> tuple[list[Buffer], Snapshot]:
         """Copy buffers as they are now; see `headrace.snapshots.SnapshotTransfers.run`."""
+        from headrace.snapshots import SnapshotTransfers
+
         with self._use():
-            return self._snapshots.run(buffers, spare, wait=wait)
+            return SnapshotTransfers(self._equipment, self.options).run(buffers, spare, wait=wait)
 
     def submit_read(
         self,

@@ -17,11 +17,9 @@ from headrace.engines.cached import CachedEngine, CachedWriter
 from headrace.engines.direct import DirectEngine
 from headrace.engines.host import HostEngine, HostWriter
 from headrace.engines.lanes import Fence, Lanes
-from headrace.engines.mapped import MappedEngine
 from headrace.engines.ring import Ring, Spill
 from headrace.errors import RouteUnavailable
 from headrace.memory.buffer import Buffer
-from headrace.memory.mappings import Mappings
 from headrace.memory.pinned import PinnedPool
 from headrace.options import Options
 from headrace.probing.fact import Fact
@@ -32,6 +30,7 @@ if TYPE_CHECKING:
     from headrace.bindings.cufile import CuFile
     from headrace.engines.checksum import Digests
     from headrace.engines.gds_session import GdsLease, GdsSession
+    from headrace.memory.mappings import Mappings
     from headrace.probing.examination import Instruments
 
 # What only some machines and routes need is imported where it is needed: the first load of a
@@ -195,11 +194,13 @@ class Equipment:
             raise RouteUnavailable(f"no engine moves bytes to {device} by the route {route}")
         if route is Route.CACHED:
             return CachedEngine(self._borrow_ring())
-        from headrace.engines.gds import GdsEngine
-
         cuda, lanes = self.load_cuda(), self._borrow_lanes()
         if route is Route.MAPPED:
+            from headrace.engines.mapped import MappedEngine
+
             return MappedEngine(cuda, lanes, self._borrow_mappings())
+        from headrace.engines.gds import GdsEngine
+
         lease = self._borrow_lease()
         strict = self._options.strict
         return GdsEngine(
@@ -346,6 +347,8 @@ class Equipment:
         budget = self._options.mapped_nbytes
         with self._lock:
             if self._mappings is None:
+                from headrace.memory.mappings import Mappings
+
                 self._mappings = Mappings(self.load_cuda(), self.bindings.files, budget)
             return self._mappings
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from headrace.engines.base import Cargo, Engine, Stats
 from headrace.engines.lanes import Fence
 from headrace.errors import SourceChanged
 from headrace.formats.catalog import Catalog, TensorSpec
-from headrace.formats.checksums import StoredChecksum, compare_checksums, find_checksums
 from headrace.memory.buffer import Buffer
 from headrace.planning.effort import choose_workers
 from headrace.planning.plan import Plan, Rejection
@@ -29,6 +29,9 @@ from headrace.storage.source import Source
 from headrace.survey import Survey, Want, open_sources, select, survey
 from headrace.transfers import Order, Transfers
 from headrace.types import Device, Route
+
+if TYPE_CHECKING:
+    from headrace.formats.checksums import StoredChecksum
 
 Allocate = Callable[[tuple[TensorSpec, ...]], Sequence[Buffer]]
 """Makes a destination for each tensor, in order."""
@@ -103,6 +106,8 @@ class ReadTransfers(Transfers):
             source.verify_unchanged()
         if stored is None:
             return _Compared()
+        from headrace.formats.checksums import compare_checksums
+
         arrived = [buffers[each.index] for each in stored]
         digests = self.digest(arrived)
         compare_checksums(stored, digests.by_buffer)
@@ -176,6 +181,7 @@ def _find_stored(
 ) -> tuple[StoredChecksum, ...]:
     """Checksums of wanted tensors, once it is sure that they can be compared."""
     from headrace.engines.checksum import load_xxh3
+    from headrace.formats.checksums import find_checksums
 
     load_xxh3()
     return find_checksums(catalogs, wanted)

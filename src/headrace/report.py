@@ -6,7 +6,6 @@ import contextlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from html import escape
 from typing import Any, Literal
 
 from headrace.engines.base import Stats
@@ -175,6 +174,8 @@ class Report:
         return "".join(f"; {extra}" for extra in extras)
 
     def _repr_html_(self) -> str:
+        from html import escape  # a table of two thousand entities, for notebooks only
+
         rows = "".join(
             f"<tr><td>{escape(str(name))}</td><td>{escape(str(value))}</td></tr>"
             for name, value in self.to_dict().items()

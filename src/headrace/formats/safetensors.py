@@ -12,8 +12,12 @@ from headrace.errors import FormatError
 from headrace.formats.catalog import Catalog, TensorSpec
 from headrace.formats.dtypes import tensor_nbytes
 from headrace.formats.raw import guess_kind, open_regular
-from headrace.formats.safetensors_layout import LENGTH_NBYTES, LONGEST_HEADER_NBYTES
 from headrace.types import ByteRange
+
+LENGTH_NBYTES = 8
+"""Little-endian length of the JSON header, at the start of the file."""
+LONGEST_HEADER_NBYTES = 100_000_000
+"""Without the length; the official reader refuses longer headers."""
 
 _HEAD_NBYTES = 64
 

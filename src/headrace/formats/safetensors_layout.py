@@ -11,12 +11,9 @@ from dataclasses import dataclass
 from headrace.errors import FormatError
 from headrace.formats.catalog import TensorSpec
 from headrace.formats.dtypes import tensor_nbytes
+from headrace.formats.safetensors import LENGTH_NBYTES, LONGEST_HEADER_NBYTES
 from headrace.types import ByteRange
 
-LENGTH_NBYTES = 8
-"""Little-endian length of the JSON header, at the start of the file."""
-LONGEST_HEADER_NBYTES = 100_000_000
-"""Without the length; the official reader refuses longer headers."""
 _METADATA = "__metadata__"
 _PADDING_NBYTES = 8
 _PAGE_NBYTES = 4096
