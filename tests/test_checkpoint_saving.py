@@ -154,6 +154,29 @@ def test_index_whose_shards_are_gone_is_replaced(tmp_path: Path) -> None:
     assert listing(tmp_path) == {INDEX, *shards_of(tmp_path)}
 
 
+def test_shards_without_an_index_stay_and_the_log_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    names = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+    for name, key in zip(names, OLD, strict=False):
+        official_save_file({key: OLD[key]}, tmp_path / name)
+    with caplog.at_level(logging.WARNING, "headrace"):
+        hn.save(NEW, tmp_path)
+    (record,) = caplog.records
+    assert f"{', '.join(names)} are still there beside the new index" in record.getMessage()
+    assert same(hn.load(tmp_path), NEW)
+    assert set(names) <= listing(tmp_path)
+
+
+def test_file_that_is_no_shard_stays_though_an_index_names_it(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    index = {"metadata": {}, "weight_map": {"a": "config.json"}}
+    (tmp_path / INDEX).write_text(json.dumps(index))
+    hn.save(NEW, tmp_path)
+    assert (tmp_path / "config.json").read_text() == "{}"
+    assert same(hn.load(tmp_path), NEW)
+
+
 def test_file_without_an_index_stays_and_the_log_says_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

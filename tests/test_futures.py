@@ -725,3 +725,37 @@ print(all(future.done() for future in futures))
 """
     assert run_python(code, str(path)).split() == ["7", "True", "True"]
     assert path.with_name("file.copy").read_bytes() == path.read_bytes()
+
+
+def test_failed_transfer_lets_go_of_its_buffer_though_its_future_is_held(tmp_path: Path) -> None:
+    array = np.ones(SIZE, np.uint8)
+    gone = weakref.ref(array)
+    with hr.Context() as context:
+        future = context.submit_write(array, tmp_path / "no" / "file")
+        del array
+        for _ in range(2):
+            with pytest.raises(FileNotFoundError):
+                future.result(TIMEOUT_S)
+        wait_for_threads()
+        assert gone() is None
+        assert not future.cancelled()
+
+
+def test_relative_path_is_that_of_the_moment_of_submission(
+    tmp_path: Path, path: Path, files: HeldFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "file").write_bytes(b"another")
+    monkeypatch.chdir(tmp_path)
+    buffer = bytearray(SIZE)
+    with hr.Context(files=files) as context:
+        futures = occupy(context, path, files)
+        futures += [context.submit_read(buffer, "file"), context.submit_write(b"new", "made")]
+        monkeypatch.chdir(elsewhere)
+        files.let_go.set()
+        for future in futures:
+            future.result(TIMEOUT_S)
+    assert buffer == path.read_bytes()
+    assert (tmp_path / "made").read_bytes() == b"new"
+    assert not (elsewhere / "made").exists()

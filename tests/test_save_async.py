@@ -689,17 +689,23 @@ def test_process_does_not_end_before_its_saves(tmp_path: Path) -> None:
 # The same path again.
 
 
-def test_of_two_saves_to_the_same_path_one_wins_whole(tmp_path: Path, files: HeldFiles) -> None:
+def test_of_two_saves_to_the_same_path_the_later_one_wins(tmp_path: Path, files: HeldFiles) -> None:
     path, tensors = tmp_path / "a", {"a": np.full(SIZE, 1, np.uint8)}
+    (tmp_path / "link").symlink_to(path)
     with hr.Context(files=files) as context:
         first = hn.save_file_async(tensors, path, context=context)
-        tensors["a"][:] = 2
-        second = hn.save_file_async(tensors, path, context=context)
-        files.wait_for(2)
+        files.wait_for(1)
+        small = hn.save_file_async(
+            {"a": np.full(1, 2, np.uint8)}, tmp_path / "link", context=context
+        )
+        elsewhere = hn.save_file_async(
+            {"a": np.ones(1)}, tmp_path / "b", fsync=False, context=context
+        )
         files.let_go.set()
-        assert [each.result(TIMEOUT_S).nbytes for each in (first, second)] == [SIZE, SIZE]
-    assert bytes_of(path)["a"] in (b"\x01" * SIZE, b"\x02" * SIZE)
-    assert os.listdir(tmp_path) == ["a"]
+        assert [each.result(TIMEOUT_S).nbytes for each in (first, small)] == [SIZE, 1]
+        elsewhere.result(TIMEOUT_S)
+    assert bytes_of(path)["a"] == b"\x02"
+    assert sorted(os.listdir(tmp_path)) == ["a", "b", "link"]
 
 
 def test_last_rename_wins_over_a_save_that_ended_before(tmp_path: Path, files: HeldFiles) -> None:

@@ -21,7 +21,7 @@ from headrace.framework import Array, Framework, ShownProgress, Taken, shown
 from headrace.report import Report, Stopwatch
 from headrace.saving import Manner, describe, fill, prepare, take
 from headrace.storage.replacement import CANNOT_LOCK, Replacement, remove_stale
-from headrace.survey import PathLike
+from headrace.survey import PathLike, name_path
 
 _SINGLE = "model.safetensors"
 _SHARD = ".safetensors"
@@ -49,10 +49,16 @@ class _Old:
 
     @property
     def replaced(self) -> frozenset[str]:
-        """Shards that nobody needs once there is another index."""
+        """Shards that nobody needs once there is another index; no other file goes with it."""
         if self.index is None or _INTERIM in self.index.metadata:
             return frozenset()
-        return self.shards
+        return frozenset(name for name in self.shards if name.endswith(_SHARD))
+
+    @property
+    def stranded(self) -> list[str]:
+        """Files of a checkpoint that no index named, and that stay: it may be another's."""
+        found = (name for name in self.names if name == _SINGLE or _NUMBERED.fullmatch(name))
+        return sorted(set(found) - self.shards)
 
     @property
     def has_any_index(self) -> bool:
@@ -112,7 +118,7 @@ def write_checkpoint(
     groups = [[by_name[tensor.name] for tensor in shard] for shard in shards]
     watch = Stopwatch()
     contents = fill(groups, metadata, manner, context, watch)
-    label, layouts = os.fspath(directory), [content.layout for content in contents]
+    label, layouts = name_path(directory), [content.layout for content in contents]
     with open_exchange(
         label, layouts, metadata, context.bindings.files, fsync=manner.fsync
     ) as exchange:
@@ -202,11 +208,13 @@ class Exchange:
             self.shards[0].sync_directory()
         self._index.commit(fsync=self._fsync)
         _remove(self._directory, self._old.replaced, self._files)
-        if _SINGLE in self._old.names - self._old.replaced:
+        if stranded := self._old.stranded:
             _logger().warning(
-                "%s: %s is still there beside the new index, and some readers take it first; "
-                "remove it if it is an older checkpoint",
+                "%s: %s still there beside the new index, which does not name %s; some readers "
+                "take %s first; remove what is of an older checkpoint",
                 self._directory,
+                _tell(stranded),
+                "it" if len(stranded) == 1 else "them",
                 _SINGLE,
             )
 
@@ -315,6 +323,12 @@ def _remove(directory: str, names: Collection[str], files: Files) -> None:
             continue
         except OSError as error:
             _logger().warning("%s is of an older checkpoint, but stays there: %s", path, error)
+
+
+def _tell(names: Sequence[str]) -> str:
+    """Some names, and what they do."""
+    some = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+    return f"{some} {'is' if len(names) == 1 else 'are'}"
 
 
 def _logger() -> logging.Logger:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +14,7 @@ from headrace.bindings.posix import Files, PosixFiles
 from headrace.bindings.sysfs import Linux, System
 from headrace.engines.lanes import Fence
 from headrace.equipment import Bindings, Equipment
-from headrace.futures import Submissions, TransferFuture
+from headrace.futures import TransferFuture
 from headrace.memory.buffer import Buffer
 from headrace.observers import Observers, Publisher, process_observers
 from headrace.options import Options
@@ -24,8 +23,9 @@ from headrace.probing.fact import Fact
 from headrace.progress import OnProgress
 from headrace.read_transfers import Allocate, ReadTransfers
 from headrace.report import Explanation, Report, Snapshot
-from headrace.survey import PathLike, Want
+from headrace.survey import PathLike, Want, absolute
 from headrace.types import Device
+from headrace.usage import Usage
 
 if TYPE_CHECKING:
     from headrace.bindings.cufile import CuFile
@@ -57,8 +57,6 @@ class Context:
         Told of each `Report`; by default those of the process, which `headrace.trace` uses.
     """
 
-    _process = -1
-
     def __init__(
         self,
         options: Options | None = None,
@@ -78,8 +76,7 @@ class Context:
         self._equipment = Equipment(self.bindings, self.options)
         self._reads = ReadTransfers(self._equipment, self.options)
         self._publisher = Publisher(self.observers)
-        self._closed = False
-        self._forget_parent()
+        self._usage = Usage()
 
     @classmethod
     def default(cls) -> Context:
@@ -107,14 +104,7 @@ class Context:
         RuntimeError
             It is called from within a transfer (a progress callback), which it would wait for.
         """
-        self._forget_parent()
-        with self._changed:
-            if threading.get_ident() in self._under_way.values():
-                raise RuntimeError("close() within a transfer would wait for itself; call it after")
-        self._submissions.close()
-        with self._changed:
-            self._closed = True
-            self._changed.wait_for(lambda: not self._under_way)
+        self._usage.close()
         self._equipment.close()
 
     def load_cuda(self) -> Cuda:
@@ -171,7 +161,7 @@ class Context:
             See `headrace.errors`; ValueError for a route that does not exist or a closed context.
         """
         forced = parse_route(route)
-        with self._use():
+        with self._usage.transfer():
             done = self._reads.run(want, device, allocate, forced, progress, fence, stream)
         return self._publisher.publish(*done)
 
@@ -197,7 +187,7 @@ class Context:
         from headrace.write_transfers import WriteTransfers
 
         forced = parse_route(route)
-        with self._use():
+        with self._usage.transfer():
             done = WriteTransfers(self._equipment, self.options).run(delivery, forced, progress)
         return self._publisher.publish(*done)
 
@@ -227,7 +217,7 @@ class Context:
         """Copy buffers as they are now; see `headrace.snapshots.SnapshotTransfers.run`."""
         from headrace.snapshots import SnapshotTransfers
 
-        with self._use():
+        with self._usage.transfer():
             return SnapshotTransfers(self._equipment, self.options).run(buffers, spare, wait=wait)
 
     def submit_read(
@@ -252,17 +242,16 @@ class Context:
             As `headrace.read_into`; what happens to the file is told by the future.
         """
         request = self.request(
-            "submit_read", buffer, path, file_offset=file_offset, nbytes=nbytes, stream=stream
+            "submit_read",
+            buffer,
+            absolute(path),
+            file_offset=file_offset,
+            nbytes=nbytes,
+            stream=stream,
         )
         parse_route(route)
-        want, destination = request.want(), request.buffer
-
-        def run(fence: Fence) -> Report:
-            return self.transfer(
-                want, destination.device, lambda _: (destination,), route=route, fence=fence
-            )
-
-        return self.submit(run, want.label, (destination,))
+        run = functools.partial(self._read_after, request, route)
+        return self.submit(run, request.path, (request.buffer,))
 
     def submit_write(
         self,
@@ -287,21 +276,22 @@ class Context:
         request = self.request(
             "submit_write",
             buffer,
-            path,
+            absolute(path),
             file_offset=file_offset,
             nbytes=nbytes,
             stream=stream,
             writable=False,
         )
         parse_route(route)
-
-        def run(fence: Fence) -> Report:
-            return self.write(request, route=route, fence=fence)
-
+        run = functools.partial(self._write_after, request, route)
         return self.submit(run, request.path, (request.buffer,))
 
     def submit(
-        self, run: Callable[[Fence], Report], label: str, buffers: Sequence[Buffer]
+        self,
+        run: Callable[[Fence], Report],
+        label: str,
+        buffers: Sequence[Buffer],
+        turn: str | None = None,
     ) -> TransferFuture:
         """Let a thread of this context make a transfer.
 
@@ -309,21 +299,29 @@ class Context:
         ----------
         run
             Makes it, after the fence that it is given: what is queued on the buffers' streams now.
+            No function with a closure: the traceback of an error would keep that, buffers and all.
         label
             What reports call it.
         buffers
             What it reads or writes; `run` keeps them alive.
+        turn
+            Those of one turn are made in the order of submission.
 
         Raises
         ------
         ValueError
             The context is closed.
         """
-        self._forget_parent()
         fence = self._equipment.mark(buffers)
-        return self._submissions.submit(
-            lambda: run(fence), label, lambda: self._equipment.forget(fence)
-        )
+        forget = functools.partial(self._equipment.forget, fence)
+        return self._usage.submit(functools.partial(run, fence), label, forget, turn)
+
+    def _read_after(self, request: Request, route: str, fence: Fence) -> Report:
+        want, buffer = request.want(), request.buffer
+        return self.transfer(want, buffer.device, lambda _: (buffer,), route=route, fence=fence)
+
+    def _write_after(self, request: Request, route: str, fence: Fence) -> Report:
+        return self.write(request, route=route, fence=fence)
 
     def digest(
         self,
@@ -341,7 +339,7 @@ class Context:
         ImportError, DeviceError, ValueError
             ``xxhash`` is not installed; the GPU refused; the context is closed.
         """
-        with self._use():
+        with self._usage.transfer():
             return self._reads.digest(buffers, progress, fence).by_buffer
 
     def explain(self, want: Want, device: Device, *, route: str = "auto") -> Explanation:
@@ -352,32 +350,8 @@ class Context:
         RouteUnavailable, FormatError, OSError, ValueError
             As `transfer`.
         """
-        with self._use():
+        with self._usage.transfer():
             return self._reads.explain(want, device, parse_route(route))
-
-    @contextlib.contextmanager
-    def _use(self) -> Iterator[None]:
-        """Keep the context open until a transfer has ended."""
-        self._forget_parent()
-        transfer = object()
-        try:
-            with self._changed:
-                if self._closed:
-                    raise ValueError("the context is closed; make a new one for further transfers")
-                self._under_way[transfer] = threading.get_ident()
-            yield
-        finally:
-            with self._changed:
-                self._under_way.pop(transfer, None)
-                self._changed.notify_all()
-
-    def _forget_parent(self) -> None:
-        """In a forked child: its parent's threads are not here to end their transfers."""
-        if self._process != os.getpid():
-            self._process = os.getpid()
-            self._submissions = Submissions()
-            self._under_way: dict[object, int] = {}  # threads, by their transfers
-            self._changed = threading.Condition()
 
 
 def default_context() -> Context:

@@ -6,7 +6,6 @@ import contextlib
 import functools
 import importlib
 import operator
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -25,7 +24,7 @@ from headrace.memory.stream import check_stream, parse_stream
 from headrace.options import PAGE_NBYTES
 from headrace.progress import OnProgress
 from headrace.storage.source import Source
-from headrace.survey import PathLike, SourceLike, Want, want_checkpoint
+from headrace.survey import PathLike, SourceLike, Want, name_path, want_checkpoint
 from headrace.types import ByteRange, Device
 
 Array = TypeVar("Array")
@@ -128,7 +127,7 @@ def read(
     context: Context | None = None,
 ) -> Array:
     """Read one array; see ``headrace.torch.read`` for the parameters."""
-    where = os.fspath(path)
+    where = name_path(path)
     name = None if dtype is None else framework.dtype_name(dtype)
     extent = None if shape is None else _axes(shape)
     first = operator.index(file_offset)

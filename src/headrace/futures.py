@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import traceback
 from collections import deque
 from collections.abc import Callable, Generator
 from concurrent.futures import Future
@@ -81,12 +82,17 @@ class Submissions:
 
     def __init__(self) -> None:
         self._waiting: deque[_Job] = deque()
+        self._turns: set[str] = set()  # of the jobs that threads are at
         self._threads: set[threading.Thread] = set()
         self._closed = False
         self._changed = threading.Condition()
 
     def submit(
-        self, run: Callable[[], Report], label: str, release: Callable[[], None]
+        self,
+        run: Callable[[], Report],
+        label: str,
+        release: Callable[[], None],
+        turn: str | None = None,
     ) -> TransferFuture:
         """Let a thread make a transfer as soon as one is free.
 
@@ -98,6 +104,9 @@ class Submissions:
             What it is called, should it fail.
         release
             Called once: after `run`, before anybody is told of the end, or else in its place.
+        turn
+            Those of one turn are made one after the other, in the order of their submission; None
+            for those that need not wait for others.
 
         Raises
         ------
@@ -106,7 +115,7 @@ class Submissions:
         RuntimeError
             The system gives no thread.
         """
-        job = _Job(run, label, release)
+        job = _Job(run, label, release, turn)
         try:
             with self._changed:
                 if self._closed:
@@ -147,22 +156,40 @@ class Submissions:
             raise
 
     def _work(self) -> None:
+        job: _Job | None = None
         while True:
             with self._changed:
-                if not self._waiting:
+                if job is not None and job.turn is not None:
+                    self._turns.remove(job.turn)
+                job = self._next()
+                if job is None:  # what waits for its turn is left to the thread that has it
                     self._threads.discard(threading.current_thread())
                     self._changed.notify_all()
                     return
-                job = self._waiting.popleft()
             job.do()
-            del job
+
+    def _next(self) -> _Job | None:
+        """Take the first job whose turn it is out of the queue."""
+        job = next((each for each in self._waiting if each.turn not in self._turns), None)
+        if job is not None:
+            self._waiting.remove(job)
+            if job.turn is not None:
+                self._turns.add(job.turn)
+        return job
 
 
 class _Job(Future[Report]):
     """A transfer in the queue; when its end is told, it has let go of the buffers."""
 
-    def __init__(self, run: Callable[[], Report], label: str, release: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        run: Callable[[], Report],
+        label: str,
+        release: Callable[[], None],
+        turn: str | None,
+    ) -> None:
         super().__init__()
+        self.turn = turn
         self._label = label
         self._work: list[tuple[Callable[[], Report], Callable[[], None]]] = [(run, release)]
 
@@ -179,6 +206,7 @@ class _Job(Future[Report]):
         if not self.set_running_or_notify_cancel():
             return
         outcome = _attempt(*self._work.pop())
+        _empty_frames(outcome)
         if isinstance(outcome, Report):
             self.set_result(outcome)
         else:
@@ -200,3 +228,11 @@ def _attempt(run: Callable[[], Report], release: Callable[[], None]) -> Report |
             release()
     except BaseException as error:  # noqa: BLE001 (raised again by `result`)
         return error
+
+
+def _empty_frames(outcome: object) -> None:
+    """Let an error go of what the calls that it ended had in hand: buffers, above all."""
+    error = outcome if isinstance(outcome, BaseException) else None
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__

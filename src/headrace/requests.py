@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import operator
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,7 +18,7 @@ from headrace.memory.buffer import Buffer, buffer_from
 from headrace.memory.stream import check_stream, parse_stream
 from headrace.planning.plan import Piece
 from headrace.storage.sink import Sink
-from headrace.survey import PathLike, Want
+from headrace.survey import PathLike, Want, name_path
 from headrace.write_transfers import Delivery
 
 _MOST_NBYTES = (1 << 63) - 1  # file offsets are signed in every call
@@ -125,7 +124,7 @@ def make_request(
     if first < 0:
         raise ValueError(f"{call}: file_offset is {first}; it must not be negative")
     wanted = _check_length(call, buffer, whole, nbytes)
-    return Request(replace(whole, nbytes=wanted), os.fspath(path), first, handle)
+    return Request(replace(whole, nbytes=wanted), name_path(path), first, handle)
 
 
 def _check_length(call: str, buffer: Any, whole: Buffer, nbytes: int | None) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -31,7 +32,7 @@ from headrace.report import Report, Snapshot, Stopwatch
 from headrace.requests import Request
 from headrace.storage.replacement import Replacement
 from headrace.storage.sink import Sink
-from headrace.survey import PathLike
+from headrace.survey import PathLike, absolute, name_path
 from headrace.types import ByteRange, Device
 from headrace.write_transfers import Delivery
 
@@ -119,31 +120,35 @@ def save_file_async(
 ) -> TransferFuture:
     """Save a snapshot in the background; see ``headrace.torch.save_file_async``."""
     context = context or default_context()
-    target = _fix(path)
+    target = absolute(path)
     parse_route(manner.route)
     stream_of = choose_stream(framework, stream, context)
     taken = framework.take(tensors, stream_of)
     texts = _check(taken, metadata, manner)
     copied, snapshot = _copy(framework, taken, stream_of, context, wait=stream is None)
 
-    def run(fence: Fence) -> Report:
-        return write_file(
-            copied,
-            target,
-            texts,
-            manner,
-            progress=progress,
-            context=context,
-            background=Background(fence, snapshot),
-        )
-
-    return context.submit(run, target, [each.buffer for each in copied])
+    run = functools.partial(
+        _write_snapshot, copied, target, texts, manner, progress, context, snapshot
+    )
+    # Of two saves to one file the later one shall win, whichever is done first.
+    turn = os.path.realpath(target)
+    return context.submit(run, target, [each.buffer for each in copied], turn)
 
 
-def _fix(path: PathLike) -> str:
-    """The same file, also once the process is in another directory."""
-    given = os.fspath(path)
-    return given if os.path.isabs(given) else os.path.join(os.getcwd(), given)
+def _write_snapshot(
+    copied: Sequence[Taken],
+    target: str,
+    texts: Mapping[str, str] | None,
+    manner: Manner,
+    progress: ShownProgress,
+    context: Context,
+    snapshot: Snapshot,
+    fence: Fence,
+) -> Report:
+    background = Background(fence, snapshot)
+    return write_file(
+        copied, target, texts, manner, progress=progress, context=context, background=background
+    )
 
 
 def _check(
@@ -212,7 +217,7 @@ def write_file(
     OSError, RouteUnavailable, DeviceError
         As `Replacement` and `Context.deliver`; the old file is as it was.
     """
-    label = os.fspath(path)
+    label = name_path(path)
     fence = background.fence if background else None
     watch = Stopwatch()
     contents = fill([taken], metadata, manner, context, watch, fence)
@@ -292,7 +297,7 @@ def write(
 ) -> Report:
     """Write the bytes of one array; see ``headrace.torch.write`` for the parameters."""
     context = context or default_context()
-    label, start = os.fspath(path), operator.index(file_offset)
+    label, start = name_path(path), operator.index(file_offset)
     if start < 0:
         raise ValueError(f"file_offset is {start}; it must not be negative")
     parse_route(route)  # before a file is made

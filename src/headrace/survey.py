@@ -158,6 +158,25 @@ def want_any(source: SourceLike, *, raw: bool = False, names: Sequence[str] | No
     return want_checkpoint(source, names)
 
 
+def absolute(path: PathLike) -> str:
+    """The same file, also once the process is in another directory."""
+    return os.path.join(os.getcwd(), name_path(path))
+
+
+def name_path(path: PathLike) -> str:
+    """A path as text.
+
+    Raises
+    ------
+    TypeError
+        It is none.
+    """
+    name = os.fspath(path)
+    if not isinstance(name, str):
+        raise TypeError(f"path is {path!r}; pass a str or a pathlib.Path (os.fsdecode makes one)")
+    return name
+
+
 def name_source(source: SourceLike) -> str:
     """What a report calls a source."""
     if isinstance(source, (str, os.PathLike)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import operator
 from collections.abc import Mapping, Sequence
 
 from headrace.formats.dtypes import tensor_nbytes
@@ -34,7 +35,7 @@ def split_shards(
     FormatError
         A dtype is unknown, or a shape impossible (see `tensor_nbytes`).
     """
-    if max_shard_nbytes < 1:
+    if operator.index(max_shard_nbytes) < 1:
         raise ValueError(f"max_shard_nbytes is {max_shard_nbytes}; it must be 1 or more")
     shards: list[tuple[Described, ...]] = []
     filling: list[Described] = []
