@@ -332,9 +332,9 @@ def digests(tensors: dict[str, np.ndarray]) -> dict[str, str]:
 
 def test_checksums_of_the_tensors_are_in_the_metadata(tmp_path: Path) -> None:
     hn.save_file(model(), tmp_path / "a", {"format": "pt"}, checksum=True)
-    metadata = read_catalog(str(tmp_path / "a")).metadata
-    assert stored_checksums(metadata) == digests(model())
-    assert metadata["format"] == "pt"
+    catalog = read_catalog(str(tmp_path / "a"))
+    assert stored_checksums(catalog) == digests(model())
+    assert catalog.metadata["format"] == "pt"
     assert same(load_file(tmp_path / "a"), model())
 
 
@@ -344,7 +344,7 @@ def test_each_shard_has_the_checksums_of_its_own_tensors(tmp_path: Path) -> None
     assert len(catalogs) > 2
     for catalog in catalogs:
         held = {spec.name: model()[spec.name] for spec in catalog.tensors}
-        assert stored_checksums(catalog.metadata) == digests(held)
+        assert stored_checksums(catalog) == digests(held)
 
 
 def test_checksums_of_a_device_come_after_work_on_the_given_stream(
@@ -357,7 +357,7 @@ def test_checksums_of_a_device_come_after_work_on_the_given_stream(
         tensors = {"a": array}
         path = tmp_path / "a"
         save_file(Library(cuda), tensors, path, context=context, stream=stream, checksum=True)
-    stored = stored_checksums(read_catalog(str(path)).metadata)
+    stored = stored_checksums(read_catalog(str(path)))
     assert stored == digests({"a": np.full(50_000, 7, np.uint8)})
 
 

@@ -251,10 +251,9 @@ def fill(
         digests = dict(zip((tensor.name for tensor in every), found, strict=True))
     contents = []
     for group in groups:
-        texts = metadata
-        if manner.checksum:
-            texts = store_checksums(metadata, {each.name: digests[each.name] for each in group})
-        layout = lay_out(describe(group), texts, align=manner.align)
+        described = describe(group)
+        texts = store_checksums(metadata, described, digests) if manner.checksum else metadata
+        layout = lay_out(described, texts, align=manner.align)
         buffers = {tensor.name: tensor.buffer for tensor in group}
         contents.append(Content(layout, tuple(buffers[spec.name] for spec in layout.tensors)))
     return contents

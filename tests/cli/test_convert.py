@@ -142,7 +142,8 @@ def test_checksums_that_were_stored_can_be_verified(model: Path, tmp_path: Path)
     whole[-1] ^= 1
     checked.write_bytes(whole)
     before = copy.read_bytes()
-    assert_fails_in_one_line(convert(checked, copy, "--verify"), str(checked), "'norm'")
+    for option in ("--verify", "--checksum"):
+        assert_fails_in_one_line(convert(checked, copy, option), str(checked), "'norm'")
     assert copy.read_bytes() == before
 
 

@@ -183,7 +183,9 @@ def test_any_checkpoint_arrives_in_any_parts(
             how["max_shard_nbytes"] = max_shard_nbytes
             run(folder / "new.safetensors", folder / "new", context, verify=True, **how)
             assert read(folder / "new") == wanted
-    made = lay_out(described, store_checksums(None, digests_of(wanted)) if checksum else None)
+    made = lay_out(
+        described, store_checksums(None, described, digests_of(wanted)) if checksum else None
+    )
     if not align and (described or not checksum):
         assert (folder / "new.safetensors").read_bytes()[: len(made.header)] == made.header
 
@@ -318,41 +320,57 @@ def test_metadata_of_shards_is_what_they_have_in_common_and_the_rest_is_named(
 
 
 def test_stored_checksums_are_those_of_the_bytes(tmp_path: Path, context: hr.Context) -> None:
-    stale = store_checksums({"format": "pt"}, {"pages": "0" * 16, "gone": "1" * 16})
-    wanted = write(tmp_path / "old.safetensors", SOME, stale)
+    old = store_checksums({"format": "pt"}, SOME, digests_of(contents_of(SOME)))
+    wanted = write(tmp_path / "old.safetensors", SOME, old)
     target = tmp_path / "new.safetensors"
     done = run(tmp_path / "old.safetensors", target, context, checksum=True, part_nbytes=5000)
-    metadata = read_catalog(str(target)).metadata
-    assert stored_checksums(metadata) == digests_of(wanted)
-    assert metadata["format"] == "pt"
+    catalog = read_catalog(str(target))
+    assert stored_checksums(catalog) == digests_of(wanted)
+    assert catalog.metadata["format"] == "pt"
     assert done.notes == ()
+    assert done.read is not None
+    assert done.read.verified_nbytes == done.nbytes
 
 
 def test_checksums_are_dropped_where_none_are_asked_for(
     tmp_path: Path, context: hr.Context
 ) -> None:
-    write(tmp_path / "old.safetensors", SOME, store_checksums({"a": "b"}, {"pages": "0" * 16}))
+    stale = store_checksums({"a": "b"}, SOME[:1], {"pages": "0" * 16})
+    write(tmp_path / "old.safetensors", SOME, stale)
     done = run(tmp_path / "old.safetensors", tmp_path / "new.safetensors", context)
     assert read_catalog(done.files[0]).metadata == {"a": "b"}
     assert any("checksums" in note for note in done.notes)
 
 
-def test_verify_stops_at_damage_and_keeps_the_old_target(
-    tmp_path: Path, context: hr.Context
+@pytest.mark.parametrize("how", [{"verify": True}, {"checksum": True}], ids=str)
+def test_verify_and_new_checksums_stop_at_damage_and_keep_the_old_target(
+    tmp_path: Path, context: hr.Context, how: dict[str, Any]
 ) -> None:
     source, target = tmp_path / "old.safetensors", tmp_path / "new.safetensors"
     contents = contents_of(SOME)
     digests = digests_of(contents)
-    write(source, SOME, store_checksums(None, {**digests, "odd": "0" * 16}))
+    write(source, SOME, store_checksums(None, SOME, {**digests, "odd": "0" * 16}))
     target.write_bytes(b"what was there")
     with pytest.raises(hr.FormatError, match="'odd'"):
-        run(source, target, context, verify=True, part_nbytes=5000)
+        run(source, target, context, part_nbytes=5000, **how)
     assert target.read_bytes() == b"what was there"
     assert listing(tmp_path) == {source.name, target.name}
-    write(source, SOME, store_checksums(None, digests))
-    done = run(source, target, context, verify=True, part_nbytes=5000)
+    write(source, SOME, store_checksums(None, SOME, digests))
+    done = run(source, target, context, part_nbytes=5000, **how)
     assert done.read is not None
     assert done.read.verified_nbytes == done.nbytes
+
+
+@pytest.mark.parametrize("how", [{"verify": True}, {"checksum": True}], ids=str)
+@pytest.mark.parametrize("tensors", [SOME[1:], ()], ids=["one lost", "all lost"])
+def test_lost_tensor_is_found_before_a_target_is_made(
+    tmp_path: Path, context: hr.Context, tensors: Sequence[Described], how: dict[str, Any]
+) -> None:
+    source = tmp_path / "old.safetensors"
+    write(source, tensors, store_checksums(None, SOME, digests_of(contents_of(SOME))))
+    with pytest.raises(hr.FormatError, match="a checksum is stored for tensor"):
+        run(source, tmp_path / "new.safetensors", context, **how)
+    assert listing(tmp_path) == {source.name}
 
 
 # reports and progress

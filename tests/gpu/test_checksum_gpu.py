@@ -84,7 +84,7 @@ def test_damaged_byte_is_found_in_gpu_memory(
     contents = {name: bytes(random_bytes(n, "cpu").numpy()) for name, n in NBYTES.items()}
     digests = {name: xxh3_64_hexdigest(content) for name, content in contents.items()}
     described = [Described(name, "U8", (nbytes,)) for name, nbytes in NBYTES.items()]
-    layout = lay_out(described, store_checksums(None, digests))
+    layout = lay_out(described, store_checksums(None, described, digests))
     whole = bytearray(layout.header + b"".join(contents[spec.name] for spec in layout.tensors))
     if offset is not None:
         (place,) = (spec.file_range for spec in layout.tensors if spec.name == "big")

@@ -237,7 +237,11 @@ NoAlignOption = Annotated[
     bool, typer.Option("--no-align", help="Leave out the padding and order that speed up loads.")
 ]
 ChecksumOption = Annotated[
-    bool, typer.Option("--checksum", help="Store a checksum of each tensor (extra: checksum).")
+    bool,
+    typer.Option(
+        "--checksum",
+        help="Store a checksum of each tensor, and --verify SOURCE (extra: checksum).",
+    ),
 ]
 NoFsyncOption = Annotated[
     bool, typer.Option("--no-fsync", help="Do not wait until storage has the new files.")

@@ -29,7 +29,7 @@ class ConvertRequest:
     max_shard_nbytes: int = DEFAULT_SHARD_NBYTES
     """Most bytes of tensors in a shard of a directory."""
     verify: bool = False
-    """Compare what is read with the checksums that the source stores."""
+    """Compare what is read with the checksums that the source stores; new ones imply it."""
     options: Options = field(default_factory=Options)
     """How transfers are made."""
 

@@ -66,7 +66,8 @@ def convert(
     part_nbytes
         Most bytes of tensors that are in host memory at once; a larger tensor is there alone.
     verify
-        Whether the source must agree with the checksums that it stores.
+        Whether the source must agree with the checksums that it stores; also where new ones are
+        to be stored, lest damage be blessed.
     progress
         Told of the tensors' bytes: half of a byte once it is read, and the rest once it is written.
     context
@@ -85,7 +86,7 @@ def convert(
     began = time.perf_counter()
     label, goal = os.fspath(source), os.fspath(target)
     parse_route(manner.route)  # before a file is made
-    with _open_origin(label, manner, context, verify=verify) as origin:
+    with _open_origin(label, manner, context, verify=verify or manner.checksum) as origin:
         check_target(goal, label, origin.paths)
         work = _Work(origin, _group(origin, goal, max_shard_nbytes), manner, context)
         layouts = work.lay_out()
@@ -222,9 +223,7 @@ class _Work:
     def _texts(self, group: Sequence[Described]) -> dict[str, str] | None:
         metadata = dict(self._origin.texts.metadata)
         if self._manner.checksum:
-            metadata = store_checksums(
-                metadata, {each.name: self._digests[each.name] for each in group}
-            )
+            metadata = store_checksums(metadata, group, self._digests)
         return metadata or None
 
 

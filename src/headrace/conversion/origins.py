@@ -10,7 +10,7 @@ from typing import Protocol
 from headrace.context import Context
 from headrace.errors import SourceChanged
 from headrace.formats.catalog import Catalog, TensorSpec
-from headrace.formats.checksums import store_checksums
+from headrace.formats.checksums import store_checksums, stored_checksums
 from headrace.formats.dtypes import numpy_dtype
 from headrace.formats.npz import Archive
 from headrace.formats.safetensors_layout import Described
@@ -91,6 +91,9 @@ class SafetensorsOrigin:
         want = want_checkpoint(source, verify=verify)
         with open_sources(want.paths, context.bindings.files) as opened:
             self._catalogs = want.describe(opened)
+            if verify:  # of all files, also of one in which damage left no tensor to read
+                for catalog in self._catalogs:
+                    stored_checksums(catalog)
             self._identities = {each.path: each.identity for each in opened}
         self._holder = {
             spec.name: catalog for catalog in self._catalogs for spec in catalog.tensors
@@ -194,7 +197,7 @@ class ArchiveOrigin:
 
 def _agree(entries: Sequence[Mapping[str, str]]) -> Texts:
     """What files say alike."""
-    plain = [store_checksums(each, {}) for each in entries]
+    plain = [store_checksums(each, (), {}) for each in entries]
     alike = {
         key: text
         for key, text in (plain[0] if plain else {}).items()
