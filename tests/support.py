@@ -12,6 +12,7 @@ import random
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -90,10 +91,18 @@ def folder_with_fallocate(tmp_path: Path) -> Path:
 
 
 def drop(path: Path) -> None:
-    """Drop a file from the page cache; parts of it would not go where its folios are large."""
+    """Drop a file from the page cache; parts of it would not go where its folios are large.
+
+    A page that some CPU is still putting on the kernel's lists stays at first, so it is asked again.
+    """
+    size, files = os.stat(path).st_size, PosixFiles()
     with open(path, "rb", buffering=0) as file:
         os.fsync(file.fileno())
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        for _ in range(5):
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            if not size or not files.mapped_pages(file.fileno(), 0, size):
+                return
+            time.sleep(0.005)
 
 
 def warm(path: Path, start: int, nbytes: int) -> None:
