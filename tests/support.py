@@ -93,7 +93,7 @@ def folder_with_fallocate(tmp_path: Path) -> Path:
 def drop(path: Path) -> None:
     """Drop a file from the page cache; parts of it would not go where its folios are large.
 
-    A page that some CPU is still putting on the kernel's lists stays at first, so it is asked again.
+    A page that a CPU is still putting on the kernel's lists stays at first: it is asked again.
     """
     size, files = os.stat(path).st_size, PosixFiles()
     with open(path, "rb", buffering=0) as file:
