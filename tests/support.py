@@ -28,6 +28,7 @@ from headrace.probing.machine import MachineFacts
 from headrace.probing.volume import VolumeFacts
 from headrace.storage.sink import Sink
 from headrace.storage.source import Source
+from headrace.testing import FaultyFiles
 from headrace.types import Device
 
 PAGE = mmap.PAGESIZE
@@ -88,6 +89,25 @@ def folder_with_fallocate(tmp_path: Path) -> Path:
         except OSError as error:
             pytest.skip(f"{tmp_path} has no fallocate: {error}")
     return tmp_path
+
+
+class HeldFiles(FaultyFiles):
+    """Files of which none is made before they are let go."""
+
+    def __init__(self, **faults: Any) -> None:
+        super().__init__(**faults)
+        self.reached = threading.Semaphore(0)
+        self.let_go = threading.Event()
+
+    def create(self, path: str, mode: int) -> int:
+        self.reached.release()
+        assert self.let_go.wait(TIMEOUT_S)
+        return super().create(path, mode)
+
+    def wait_for(self, saves: int) -> None:
+        """Wait until so many saves are held here."""
+        for _ in range(saves):
+            assert self.reached.acquire(timeout=TIMEOUT_S)
 
 
 def drop(path: Path) -> None:

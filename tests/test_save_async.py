@@ -16,15 +16,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from safetensors.numpy import load_file
 from safetensors.numpy import save_file as official_save_file
-from safetensors.torch import load_file as torch_load_file
 from xxhash import xxh3_64_hexdigest
 
 import headrace as hr
 import headrace.numpy as hn
-import headrace.torch as ht
 from headrace import saving
 from headrace.formats.checksums import stored_checksums
 from headrace.formats.safetensors import read_catalog
@@ -33,7 +30,7 @@ from headrace.testing import FakeCuda, FakeDeviceArray, FaultyFiles
 from headrace.types import Device
 from tests.fake_cupy import installed
 from tests.library import Library
-from tests.support import PAGE, TIMEOUT_S, RecordedSystem, folder_with_direct, run_python
+from tests.support import PAGE, TIMEOUT_S, HeldFiles, RecordedSystem, folder_with_direct, run_python
 
 SIZE = 50_001
 BLOCK = 4 * PAGE
@@ -44,25 +41,6 @@ TMPFS = RecordedSystem({"/proc/self/mountinfo": "21 1 0:20 / / rw - tmpfs tmpfs 
 """Where a GPU may write into pages of a file."""
 AT_ONCE = 4
 """Threads that make submitted transfers."""
-
-
-class HeldFiles(FaultyFiles):
-    """Files of which none is made before they are let go."""
-
-    def __init__(self, **faults: Any) -> None:
-        super().__init__(**faults)
-        self.reached = threading.Semaphore(0)
-        self.let_go = threading.Event()
-
-    def create(self, path: str, mode: int) -> int:
-        self.reached.release()
-        assert self.let_go.wait(TIMEOUT_S)
-        return super().create(path, mode)
-
-    def wait_for(self, saves: int) -> None:
-        """Wait until so many saves are held here."""
-        for _ in range(saves):
-            assert self.reached.acquire(timeout=TIMEOUT_S)
 
 
 class Arena(FakeDeviceArray):
@@ -169,30 +147,6 @@ def test_arrays_may_be_changed_once_the_call_has_returned(tmp_path: Path, files:
     assert (report.snapshot.device, report.snapshot.nbytes, report.nbytes) == (
         *("cpu", nbytes),
         nbytes,
-    )
-
-
-def test_tensors_may_be_changed_once_the_call_has_returned(
-    tmp_path: Path, files: HeldFiles
-) -> None:
-    tensors = {
-        "big": torch.arange(SIZE, dtype=torch.bfloat16),
-        "conjugate": torch.tensor([1 + 2j, 3 - 4j]).conj(),
-        "parameter": torch.nn.Parameter(torch.ones(3)),
-        "one": torch.tensor(3.5),
-        "none": torch.zeros(0, 3),
-    }
-    wanted = {name: tensor.detach().clone() for name, tensor in tensors.items()}
-    with hr.Context(files=files) as context:
-        future = ht.save_file_async(tensors, tmp_path / "a", stream=12345, context=context)
-        with torch.no_grad():
-            for tensor in tensors.values():
-                tensor.zero_()
-        files.let_go.set()
-        future.result(TIMEOUT_S)
-    found = torch_load_file(tmp_path / "a")
-    assert {name: torch.equal(found[name], wanted[name]) for name in wanted} == dict.fromkeys(
-        wanted, True
     )
 
 
@@ -541,9 +495,6 @@ def test_what_else_is_wrong_with_the_call_is_told_by_the_call(tmp_path: Path) ->
             save_file_async(library, tensors, 7, context)
     with pytest.raises(ValueError, match="the context is closed"):
         save_file_async(library, tensors, tmp_path / "a", context)
-    shared = torch.zeros(9)
-    with pytest.raises(RuntimeError, match="share memory"):
-        ht.save_file_async({"a": shared, "b": shared[2:]}, tmp_path / "a")
     assert (os.listdir(tmp_path), library.arenas, cuda.errors) == ([], [], [])
 
 

@@ -15,6 +15,7 @@ from hypothesis.extra import numpy as npst
 
 import headrace as hr
 from headrace.saving import Manner, write_file
+from tests.support import TIMEOUT_S, HeldFiles
 
 torch = pytest.importorskip("torch")
 official = pytest.importorskip("safetensors.torch")
@@ -263,3 +264,35 @@ def test_streams_mean_nothing_to_tensors_in_host_memory(tmp_path: Path) -> None:
     assert torch.equal(ht.load(tmp_path, device="cpu", stream=12345)["a"], tensors["a"])
     with pytest.raises(TypeError, match="pass a torch"):
         ht.load(tmp_path, device="cpu", stream="nonsense")
+
+
+def test_tensors_may_be_changed_once_a_save_in_the_background_has_begun(
+    tmp_path: Path,
+) -> None:
+    tensors = {
+        "big": torch.arange(50_001, dtype=torch.bfloat16),
+        "conjugate": torch.tensor([1 + 2j, 3 - 4j]).conj(),
+        "parameter": torch.nn.Parameter(torch.ones(3)),
+        "one": torch.tensor(3.5),
+        "none": torch.zeros(0, 3),
+    }
+    wanted = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+    files = HeldFiles()
+    with hr.Context(files=files) as context:
+        future = ht.save_file_async(tensors, tmp_path / "a", stream=12345, context=context)
+        with torch.no_grad():
+            for tensor in tensors.values():
+                tensor.zero_()
+        files.let_go.set()
+        future.result(TIMEOUT_S)
+    found = official.load_file(tmp_path / "a")
+    assert {name: torch.equal(found[name], wanted[name]) for name in wanted} == dict.fromkeys(
+        wanted, True
+    )
+
+
+def test_shared_tensors_are_refused_before_a_save_in_the_background(tmp_path: Path) -> None:
+    shared = torch.zeros(9)
+    with pytest.raises(RuntimeError, match="share memory"):
+        ht.save_file_async({"a": shared, "b": shared[2:]}, tmp_path / "a")
+    assert os.listdir(tmp_path) == []
