@@ -370,3 +370,10 @@ def test_file_system_without_locks_is_saved_to(tmp_path: Path) -> None:
         hn.save(NEW, tmp_path, context=context)
     assert same(hn.load(tmp_path), NEW)
     assert listing(tmp_path) == {INDEX, *shards_of(tmp_path)}
+
+
+def test_directory_that_a_dangling_link_names_is_made(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "made" / "deep")
+    hn.save(NEW, tmp_path / "link")
+    assert (tmp_path / "link").is_symlink()
+    assert same(hn.load(tmp_path / "made" / "deep"), NEW)

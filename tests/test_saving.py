@@ -479,3 +479,14 @@ def test_two_devices_fill_the_shards_of_a_checkpoint(tmp_path: Path, cuda: FakeC
         )
     assert same(hn.load(tmp_path / "model"), tensors)
     assert set(report.device.split(", ")) == {"cuda:0", "cuda:1"}
+
+
+def test_progress_that_is_no_function_is_told_before_the_old_file_is_replaced(
+    tmp_path: Path,
+) -> None:
+    hn.save_file({"a": np.ones(3)}, tmp_path / "a")
+    wrong: Any = 3
+    with pytest.raises(TypeError, match="progress is 3; pass True, False or a function"):
+        hn.save_file({"a": np.zeros(3)}, tmp_path / "a", progress=wrong)
+    assert hn.load_file(tmp_path / "a")["a"].sum() == 3
+    assert os.listdir(tmp_path) == ["a"]

@@ -301,9 +301,9 @@ def _alone(directory: str, files: Files) -> Iterator[None]:
 
 
 def _make_directory(directory: str, files: Files, *, fsync: bool) -> None:
-    """Make a directory and its parents where they are missing."""
+    """Make a directory, or what a link to one names, and its parents where they are missing."""
     missing = []
-    path = os.path.abspath(directory)
+    directory = path = os.path.realpath(directory)
     while not os.path.exists(path):
         missing.append(path)
         path = os.path.dirname(path)

@@ -268,6 +268,8 @@ def _load(
 def shown(progress: ShownProgress, label: str) -> Iterator[OnProgress | None]:
     """What to tell of the progress: the caller's function, a bar, or nothing."""
     if not isinstance(progress, bool):
+        if not callable(progress):
+            raise TypeError(f"progress is {progress!r}; pass True, False or a function")
         yield progress
         return
     if not progress:
