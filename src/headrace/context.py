@@ -198,18 +198,26 @@ class Context:
 
         return functools.partial(make_request, load_cuda=self._equipment.load_cuda)
 
-    def read(self, request: Request, *, route: str = "auto") -> Report:
+    def read(self, request: Request, *, route: str = "auto", fence: Fence | None = None) -> Report:
         """Read a stretch of a file into a buffer; see `headrace.read_into`."""
         want, buffer = request.want(), request.buffer
+        stream = request.stream if fence is None else None  # what was submitted is waited for
         return self.transfer(
-            want, buffer.device, lambda _: (buffer,), route=route, stream=request.stream
+            want, buffer.device, lambda _: (buffer,), route=route, fence=fence, stream=stream
         )
 
-    def write(self, request: Request, *, route: str = "auto", fence: Fence | None = None) -> Report:
+    def write(
+        self,
+        request: Request,
+        *,
+        route: str = "auto",
+        progress: OnProgress | None = None,
+        fence: Fence | None = None,
+    ) -> Report:
         """Write a buffer into a stretch of a file; see `headrace.write_from`."""
         parse_route(route)  # before a file is made
         with request.delivery(self.bindings.files, fence) as delivery:
-            return self.deliver(delivery, route=route)
+            return self.deliver(delivery, route=route, progress=progress)
 
     def snapshot(
         self, buffers: Sequence[Buffer], spare: Spare, *, wait: bool
@@ -250,7 +258,7 @@ class Context:
             stream=stream,
         )
         parse_route(route)
-        run = functools.partial(self._read_after, request, route)
+        run = functools.partial(self.read, request, route=route)
         return self.submit(run, request.path, (request.buffer,))
 
     def submit_write(
@@ -283,12 +291,12 @@ class Context:
             writable=False,
         )
         parse_route(route)
-        run = functools.partial(self._write_after, request, route)
+        run = functools.partial(self.write, request, route=route)
         return self.submit(run, request.path, (request.buffer,))
 
     def submit(
         self,
-        run: Callable[[Fence], Report],
+        run: Callable[..., Report],
         label: str,
         buffers: Sequence[Buffer],
         turn: str | None = None,
@@ -298,7 +306,8 @@ class Context:
         Parameters
         ----------
         run
-            Makes it, after the fence that it is given: what is queued on the buffers' streams now.
+            Makes it, after the ``fence`` that it is given: what is queued on the buffers' streams
+            now.
             No function with a closure: the traceback of an error would keep that, buffers and all.
         label
             What reports call it.
@@ -314,14 +323,7 @@ class Context:
         """
         fence = self._equipment.mark(buffers)
         forget = functools.partial(self._equipment.forget, fence)
-        return self._usage.submit(functools.partial(run, fence), label, forget, turn)
-
-    def _read_after(self, request: Request, route: str, fence: Fence) -> Report:
-        want, buffer = request.want(), request.buffer
-        return self.transfer(want, buffer.device, lambda _: (buffer,), route=route, fence=fence)
-
-    def _write_after(self, request: Request, route: str, fence: Fence) -> Report:
-        return self.write(request, route=route, fence=fence)
+        return self._usage.submit(functools.partial(run, fence=fence), label, forget, turn)
 
     def digest(
         self,

@@ -12,7 +12,6 @@ from headrace.engines.lanes import Fence
 from headrace.errors import SourceChanged
 from headrace.formats.catalog import Catalog, TensorSpec
 from headrace.memory.buffer import Buffer
-from headrace.planning.effort import choose_workers
 from headrace.planning.plan import Plan, Rejection
 from headrace.planning.planner import make_plan
 from headrace.probing.machine import storage_read_nbytes
@@ -84,8 +83,8 @@ class ReadTransfers(Transfers):
                 buffers = allocate(found.specs)
             with self._clearing_up(sources, buffers, stream):
                 with watch.stage("transfer"), self._after(fence, buffers) as after:
-                    cargo = self._load_cargo(found, buffers, device, after)
-                    cargo = replace(cargo, stream=stream)
+                    cargo = self._load_cargo(buffers, found.nbytes, found.machine, after)
+                    cargo = replace(cargo, sources=found.sources, stream=stream)
                     _mark_clean(plan, sources)
                     order = Order(cargo, found.volumes, forced, self._equipment.engine)
                     stats, plan = self._dispatch(plan, order, progress)
@@ -132,19 +131,6 @@ class ReadTransfers(Transfers):
         system, granule = self._equipment.bindings.system, self._options.block_nbytes
         found = survey(sources, wanted, system, probes, granule)
         return found, make_plan(found.files, device, self._options, forced)
-
-    def _load_cargo(
-        self, found: Survey, buffers: Sequence[Buffer], device: Device, fence: Fence
-    ) -> Cargo:
-        """All that the engines share; each gets the transfers of its own route."""
-        return Cargo(
-            transfers=(),
-            sources=found.sources,
-            buffers=buffers,
-            workers=choose_workers(self._options, found.machine, device, found.nbytes),
-            block_nbytes=self._options.block_nbytes,
-            fence=fence,
-        )
 
     @contextlib.contextmanager
     def _clearing_up(

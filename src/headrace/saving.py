@@ -299,11 +299,6 @@ def write(
     label, start = name_path(path), operator.index(file_offset)
     if start < 0:
         raise ValueError(f"file_offset is {start}; it must not be negative")
-    parse_route(route)  # before a file is made
     buffer = framework.memory(array, choose_stream(framework, stream, context))
-    request = Request(buffer, label, start, None)
-    with (
-        request.delivery(context.bindings.files, None) as delivery,
-        shown(progress, label) as told,
-    ):
-        return context.deliver(delivery, route=route, progress=told)
+    with shown(progress, label) as told:
+        return context.write(Request(buffer, label, start, None), route=route, progress=told)

@@ -16,7 +16,6 @@ from headrace.memory.alignment import align_up
 from headrace.memory.buffer import Buffer
 from headrace.memory.pinned import Block
 from headrace.options import PAGE_NBYTES
-from headrace.planning.effort import choose_workers
 from headrace.planning.plan import Piece, Transfer
 from headrace.probing.machine import MachineFacts
 from headrace.report import Snapshot
@@ -129,14 +128,8 @@ class SnapshotTransfers(Transfers):
         machine = MachineFacts(self._equipment.bindings.system)
         nbytes = sum(piece.nbytes for piece in pieces)
         with self._equipment.fence(sources) as fence:
-            cargo = Cargo(
-                transfers=[Transfer(0, Route.HOST, "", pieces)],
-                sources=(),
-                buffers=sources,
-                workers=choose_workers(self._options, machine, device, nbytes),
-                block_nbytes=self._options.block_nbytes,
-                fence=fence,
-            )
+            cargo = self._load_cargo(sources, nbytes, machine, fence)
+            cargo = replace(cargo, transfers=[Transfer(0, Route.HOST, "", pieces)])
             if device.is_host:
                 self._equipment.wait_for(fence)
                 _move_host(cargo, base)

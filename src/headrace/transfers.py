@@ -68,20 +68,26 @@ class Transfers:
         """Checksums of buffers; see `headrace.context.Context.digest`."""
         nbytes = sum(buffer.nbytes for buffer in buffers)
         machine = MachineFacts(self._equipment.bindings.system)
-        device = next((b.device for b in buffers if not b.device.is_host), HOST)
+        on_progress = Odometer(progress, nbytes).of_leg(0) if progress else None
         with self._after(fence, buffers) as after:
-            cargo = Cargo(
-                transfers=(),
-                sources=(),
-                buffers=buffers,
-                workers=choose_workers(self._options, machine, device, nbytes),
-                block_nbytes=self._options.block_nbytes,
-                fence=after,
-                on_progress=Odometer(progress, nbytes).of_leg(0) if progress else None,
-            )
+            cargo = self._load_cargo(buffers, nbytes, machine, after)
+            cargo = replace(cargo, on_progress=on_progress)
             if any(buffer.device.is_host for buffer in buffers):
                 self._equipment.wait_for(after)
             return self._equipment.digest(cargo)
+
+    def _load_cargo(
+        self, buffers: Sequence[Buffer], nbytes: int, machine: MachineFacts, fence: Fence
+    ) -> Cargo:
+        """What any engine needs to move so many bytes; transfers and files are to be added."""
+        return Cargo(
+            transfers=(),
+            sources=(),
+            buffers=buffers,
+            workers=choose_workers(self._options, machine, first_gpu(buffers), nbytes),
+            block_nbytes=self._options.block_nbytes,
+            fence=fence,
+        )
 
     def _probes(self, device: Device, forced: Route | None) -> GpuProbes:
         """What is known of a device, as far as it is a GPU."""
@@ -169,6 +175,11 @@ class Transfers:
             raise error
         why = str(error).removeprefix(f"route {str(route)!r} cannot serve: ")
         return Rejection(route, why, remedies[route])
+
+
+def first_gpu(buffers: Iterable[Buffer]) -> Device:
+    """The device of the first buffer that is on a GPU; the host where none is."""
+    return next((each.device for each in buffers if not each.device.is_host), HOST)
 
 
 def _by_engine(plan: Plan, cargo: Cargo) -> dict[tuple[Route, Device], list[Transfer]]:

@@ -6,10 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from headrace.bindings.sysfs import read_mounts
-from headrace.engines.base import Cargo
 from headrace.engines.lanes import Fence
 from headrace.memory.buffer import Buffer
-from headrace.planning.effort import choose_workers
 from headrace.planning.plan import Piece, Plan, Rejection
 from headrace.planning.route import Facts
 from headrace.planning.write_plan import FileToWrite, make_write_plan
@@ -18,7 +16,7 @@ from headrace.probing.volume import probe_volume
 from headrace.progress import OnProgress
 from headrace.report import Report, Snapshot, Stopwatch, make_report
 from headrace.storage.sink import Sink
-from headrace.transfers import Order, Transfers
+from headrace.transfers import Order, Transfers, first_gpu
 from headrace.types import HOST, Route
 
 
@@ -66,8 +64,10 @@ class WriteTransfers(Transfers):
         with watch.stage("allocate"):
             _reserve(plan, delivery.sinks)
         with watch.stage("transfer"), self._after(delivery.fence, delivery.buffers) as fence:
+            nbytes = sum(transfer.nbytes for transfer in plan.transfers)
+            cargo = self._load_cargo(delivery.buffers, nbytes, machine, fence)
             order = Order(
-                self._load_cargo(plan, delivery, machine, fence),
+                replace(cargo, sinks=delivery.sinks),
                 [file.facts.volume for file in files],
                 forced,
                 self._equipment.writer,
@@ -88,8 +88,7 @@ class WriteTransfers(Transfers):
         self, delivery: Delivery, machine: MachineFacts, forced: Route | None
     ) -> list[FileToWrite]:
         """Gather the facts of each file."""
-        gpus = [buffer.device for buffer in delivery.buffers if not buffer.device.is_host]
-        probes = self._probes(gpus[0] if gpus else HOST, forced)
+        probes = self._probes(first_gpu(delivery.buffers), forced)
         mounts = read_mounts(self._equipment.bindings.system)
         return [
             FileToWrite(
@@ -104,22 +103,6 @@ class WriteTransfers(Transfers):
             )
             for sink, pieces in zip(delivery.sinks, delivery.pieces, strict=True)
         ]
-
-    def _load_cargo(
-        self, plan: Plan, delivery: Delivery, machine: MachineFacts, fence: Fence
-    ) -> Cargo:
-        """All that the engines share; each gets the transfers of its own route."""
-        nbytes = sum(transfer.nbytes for transfer in plan.transfers)
-        device = next((b.device for b in delivery.buffers if not b.device.is_host), HOST)
-        return Cargo(
-            transfers=(),
-            sources=(),
-            sinks=delivery.sinks,
-            buffers=delivery.buffers,
-            workers=choose_workers(self._options, machine, device, nbytes),
-            block_nbytes=self._options.block_nbytes,
-            fence=fence,
-        )
 
 
 def _reserve(plan: Plan, sinks: Sequence[Sink]) -> None:

@@ -18,7 +18,7 @@ from headrace.memory.buffer import Buffer
 from headrace.planning.plan import Piece, Rejection, Transfer, cut
 from headrace.storage.sink import Sink
 from headrace.storage.source import Source
-from headrace.types import Route
+from headrace.types import Device, Route
 
 _PROGRESS_INTERVAL_S = 0.1
 
@@ -120,6 +120,11 @@ class Cargo:
     """CUDA stream of the caller, on which copies may be left under way; None for none."""
     on_progress: OnProgress | None = None
     """Called now and then, in the calling thread, with the bytes moved so far."""
+
+    @property
+    def device(self) -> Device:
+        """Where the memory is that the transfers name; there must be one transfer."""
+        return self.buffers[self.transfers[0].pieces[0].buffer].device
 
     @property
     def nbytes(self) -> int:

@@ -119,7 +119,7 @@ class GdsTransfer(ABC):
         return replace(stats, mode=self.mode, downgrades=tuple(self.downgrades))
 
     def _move_all(self, cargo: Cargo, handles: Mapping[int, int]) -> list[Tally]:
-        device = cargo.buffers[cargo.transfers[0].pieces[0].buffer].device.index
+        device = cargo.device.index
 
         def work(jobs: Jobs, tally: Tally) -> None:
             with self._lanes.on_device(device):

@@ -107,6 +107,12 @@ class Lanes:
             for follower in lane.streams:
                 self._cuda.wait_event(follower, event)
 
+    def sleep(self, lane: Lane) -> None:
+        """Wait for what is on a lane without a busy CPU: for waits that are long."""
+        for stream in lane.streams:
+            self._cuda.record_event(lane.event, stream)
+            self._cuda.synchronize_event(lane.event)
+
     def _drain(self, lane: Lane) -> None:
         with contextlib.ExitStack() as stack:  # each stream, even when the driver fails for one
             for stream in lane.streams:

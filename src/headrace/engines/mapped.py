@@ -55,7 +55,7 @@ class MappedEngine:
         RouteUnavailable
             Not even one window can be registered; what was moved so far is void.
         """
-        device = cargo.buffers[0].device.index
+        device = cargo.device.index
         for index in {transfer.source for transfer in cargo.transfers}:
             self._mappings.forget_older(cargo.sources[index].identity)
         if cargo.stream is not None and self._mappings.keeps(cargo.nbytes):
@@ -146,9 +146,7 @@ class MappedEngine:
         Not before: to release one window while another is copied makes the driver wait, and
         costs a third of the speed.
         """
-        for stream in lane.streams:
-            self._cuda.record_event(lane.event, stream)
-            self._cuda.synchronize_event(lane.event)
+        self._lanes.sleep(lane)
         while in_use:
             self._mappings.give_back(in_use.pop(0))
 

@@ -2,8 +2,8 @@
 
 A window of the file is mapped and backed with pages, these are registered with the GPU, and the
 copies land where the file keeps its bytes: no copy by the CPU, and no lock on the file, behind
-which writes to one file of tmpfs queue (5.4 against 2.4 GB/s with one writer or with sixteen). The
-CPU never touches the mapping, so that a file which is truncated meanwhile cannot kill the process.
+which writes to one file of tmpfs queue (3.4 to 3.8 against 2.6 GB/s, benchmarks/results). The CPU
+never touches the mapping, so that a file which is truncated meanwhile cannot kill the process.
 
 Only for file systems in memory: elsewhere the kernel writes pages out, and must know when one
 changes, which a GPU does not tell.
@@ -20,7 +20,7 @@ from dataclasses import replace
 from headrace.bindings.cuda import Cuda
 from headrace.bindings.posix import Mapping
 from headrace.engines.base import Cargo, Job, Jobs, Stats, Tally, run_workers, total
-from headrace.engines.lanes import Lane, Lanes
+from headrace.engines.lanes import Lanes
 from headrace.errors import DeviceError, RouteUnavailable
 from headrace.memory.alignment import align_down, align_up
 from headrace.options import PAGE_NBYTES
@@ -31,7 +31,8 @@ WINDOW_NBYTES = 64 << 20
 """Bytes mapped at a time by each worker."""
 
 WORKERS = 4
-"""Most workers: they take pages from one file, and more of them were slower."""
+"""Most workers: they take pages from one file. More were no faster when it was tried, which no
+committed result shows."""
 
 
 class MappedWriter:
@@ -59,7 +60,7 @@ class MappedWriter:
         RouteUnavailable
             The kernel cannot back a mapping with pages, or CUDA cannot register them.
         """
-        device = cargo.buffers[cargo.transfers[0].pieces[0].buffer].device.index
+        device = cargo.device.index
         for transfer in cargo.transfers:  # pages can only be mapped inside of a file
             cargo.sinks[transfer.source].extend(transfer.file_range.stop)
 
@@ -75,7 +76,7 @@ class MappedWriter:
                     base = self._map(cargo.sinks[job.transfer.source], job, windows, tally)
                     self._cuda.copy_to_host(job.copies_out(cargo.buffers, base), stream)
                     tally.moved_nbytes += job.stop - job.start
-                self._sleep(lane)
+                self._lanes.sleep(lane)
 
         workers = min(WORKERS, cargo.workers)
         tallies = run_workers(work, replace(cargo, workers=workers, block_nbytes=WINDOW_NBYTES))
@@ -103,12 +104,6 @@ class MappedWriter:
                 mapping = windows.pop()
                 stack.callback(mapping.close)
                 stack.callback(self._cuda.unregister_host, mapping.pointer)
-
-    def _sleep(self, lane: Lane) -> None:
-        """Wait for the copies without a busy CPU."""
-        for stream in lane.streams:
-            self._cuda.record_event(lane.event, stream)
-            self._cuda.synchronize_event(lane.event)
 
 
 def _map_window(sink: Sink, start: int, nbytes: int) -> Mapping:

@@ -108,7 +108,7 @@ class Ring:
         is_aligned
             Whether a window could be read as it is; without it, all can.
         """
-        device = cargo.buffers[0].device.index
+        device = cargo.device.index
 
         def work(jobs: Jobs, tally: Tally) -> None:
             with (
@@ -141,7 +141,7 @@ class Ring:
         spill
             How a window gets from a block into the file.
         """
-        device = cargo.buffers[cargo.transfers[0].pieces[0].buffer].device.index
+        device = cargo.device.index
 
         def work(jobs: Jobs, tally: Tally) -> None:
             filled: dict[int, Job] = {}  # by stream

@@ -159,15 +159,10 @@ def choose(
     if buffered in cannot:
         raise RouteUnavailable(all_reasons("no route can serve", cannot))
     first, why = _first_choice(resident, amount, buffered, facts, options)
-    if first not in cannot:
-        others = {**_not_preferred(first, buffered, why, device), **cannot}
-        return Choice(first, why, in_order(others, first))
-    downgrade = cannot[first]
-    if options.strict:
-        reason = f"strict=True forbids {buffered} in place of {downgrade}"
-        raise RouteUnavailable(reason)
-    why = f"{why}, but {downgrade.why}"
-    return Choice(buffered, why, in_order(cannot, buffered), downgrade)
+    if first in cannot:
+        return take_instead(buffered, first, why, cannot, options)
+    others = {**_not_preferred(first, buffered, why, device), **cannot}
+    return Choice(first, why, in_order(others, first))
 
 
 def impossible_routes(
@@ -278,6 +273,23 @@ def take_forced(forced: Route, cannot: dict[Route, Rejection]) -> Choice:
     why = f"route={str(forced)!r} was asked for"
     others = {other: Rejection(other, why, "") for other in Route if other is not forced}
     return Choice(forced, why, in_order({**others, **cannot}, forced))
+
+
+def take_instead(
+    buffered: Route, first: Route, why: str, cannot: dict[Route, Rejection], options: Options
+) -> Choice:
+    """Choose the page cache in place of the route that would be best, and cannot serve.
+
+    Raises
+    ------
+    RouteUnavailable
+        `Options.strict` forbids the downgrade.
+    """
+    downgrade = cannot[first]
+    if options.strict:
+        raise RouteUnavailable(f"strict=True forbids {buffered} in place of {downgrade}")
+    why = f"{why}, but {downgrade.why}"
+    return Choice(buffered, why, in_order(cannot, buffered), downgrade)
 
 
 def all_reasons(head: str, cannot: dict[Route, Rejection]) -> str:

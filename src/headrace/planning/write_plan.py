@@ -17,6 +17,7 @@ from headrace.planning.route import (
     in_order,
     rule_for,
     take_forced,
+    take_instead,
 )
 from headrace.storage.residency import ALWAYS_RESIDENT
 from headrace.types import Device, Route
@@ -101,15 +102,10 @@ def choose_write(
     if buffered in cannot:
         raise RouteUnavailable(all_reasons("no route can serve", cannot))
     first, why = _first_choice(nbytes, buffered, facts, options)
-    if first not in cannot:
-        others = {route: Rejection(route, f"not the best here: {why}", "") for route in Route}
-        del others[first]
-        return Choice(first, why, in_order({**others, **cannot}, first))
-    downgrade = cannot[first]
-    if options.strict:
-        raise RouteUnavailable(f"strict=True forbids {buffered} in place of {downgrade}")
-    why = f"{why}, but {downgrade.why}"
-    return Choice(buffered, why, in_order(cannot, buffered), downgrade)
+    if first in cannot:
+        return take_instead(buffered, first, why, cannot, options)
+    others = {route: Rejection(route, f"not the best here: {why}", "") for route in Route}
+    return Choice(first, why, in_order({**others, **cannot}, first))
 
 
 def _first_choice(
