@@ -143,7 +143,7 @@ def test_reads_queue_up_on_one_stream_and_events_do_not_pile_up(rig: Rig) -> Non
     assert {array.tobytes() for array in arrays} == {rig.content}
     rig.read(arrays[0])
     lanes = (rig.cuda.live_streams - 1) // 2
-    assert rig.cuda.live_events == 5 + lanes
+    assert rig.cuda.live_events == 1 + lanes  # the windows of one read share it
 
 
 def test_any_part_of_the_file_arrives(rig: Rig) -> None:
@@ -425,7 +425,8 @@ def test_whatever_call_fails_no_window_is_lost_and_no_copy_left(
     except hr.DeviceError as error:
         failed = call in str(error)
     delattr(cuda, call)
-    assert failed or call in ("event_is_done", "destroy_event")  # it then looks for room
+    is_reached = next(count) > number
+    assert failed or not is_reached or call in ("event_is_done", "destroy_event")  # looks for room
     if failed:
         rig.check_idle()
     rig.read(array)

@@ -47,6 +47,8 @@ class _Compared:
 
     def added_to(self, report: Report) -> Report:
         """The report of the whole read."""
+        if self.nbytes is None:
+            return report
         cpu_seconds = report.cpu_seconds + self.cpu_seconds
         return replace(report, cpu_seconds=cpu_seconds, verified_nbytes=self.nbytes)
 
@@ -83,8 +85,9 @@ class ReadTransfers(Transfers):
                 buffers = allocate(found.specs)
             with self._clearing_up(sources, buffers, stream):
                 with watch.stage("transfer"), self._after(fence, buffers) as after:
-                    cargo = self._load_cargo(buffers, found.nbytes, found.machine, after)
-                    cargo = replace(cargo, sources=found.sources, stream=stream)
+                    cargo = self._load_cargo(
+                        buffers, found.nbytes, found.machine, after, sources=sources, stream=stream
+                    )
                     _mark_clean(plan, sources)
                     order = Order(cargo, found.volumes, forced, self._equipment.engine)
                     stats, plan = self._dispatch(plan, order, progress)

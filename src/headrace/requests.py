@@ -119,12 +119,12 @@ def make_request(
     )
     if handle is not None:
         check_stream(handle, whole.device, load_cuda())
-        whole = replace(whole, stream=handle)
     first = operator.index(file_offset)
     if first < 0:
         raise ValueError(f"{call}: file_offset is {first}; it must not be negative")
     wanted = _check_length(call, buffer, whole, nbytes)
-    return Request(replace(whole, nbytes=wanted), name_path(path), first, handle)
+    part = replace(whole, nbytes=wanted, stream=whole.stream if handle is None else handle)
+    return Request(part, name_path(path), first, handle)
 
 
 def _check_length(call: str, buffer: Any, whole: Buffer, nbytes: int | None) -> int:

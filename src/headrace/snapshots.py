@@ -128,8 +128,8 @@ class SnapshotTransfers(Transfers):
         machine = MachineFacts(self._equipment.bindings.system)
         nbytes = sum(piece.nbytes for piece in pieces)
         with self._equipment.fence(sources) as fence:
-            cargo = self._load_cargo(sources, nbytes, machine, fence)
-            cargo = replace(cargo, transfers=[Transfer(0, Route.HOST, "", pieces)])
+            transfers = [Transfer(0, Route.HOST, "", pieces)]
+            cargo = self._load_cargo(sources, nbytes, machine, fence, transfers=transfers)
             if device.is_host:
                 self._equipment.wait_for(fence)
                 _move_host(cargo, base)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from headrace.bindings.posix import DirectAlignment
-from headrace.engines.base import Cargo, Engine, Stats
+from headrace.engines.base import Cargo, Engine, OnMoved, Stats
 from headrace.engines.lanes import Fence
 from headrace.equipment import Equipment
 from headrace.errors import RouteUnavailable
@@ -20,6 +20,8 @@ from headrace.probing.fact import Fact
 from headrace.probing.machine import MachineFacts
 from headrace.probing.volume import VolumeFacts
 from headrace.progress import Odometer, OnProgress
+from headrace.storage.sink import Sink
+from headrace.storage.source import Source
 from headrace.survey import GpuProbes
 from headrace.types import HOST, Device, Route
 
@@ -70,23 +72,35 @@ class Transfers:
         machine = MachineFacts(self._equipment.bindings.system)
         on_progress = Odometer(progress, nbytes).of_leg(0) if progress else None
         with self._after(fence, buffers) as after:
-            cargo = self._load_cargo(buffers, nbytes, machine, after)
-            cargo = replace(cargo, on_progress=on_progress)
+            cargo = self._load_cargo(buffers, nbytes, machine, after, on_progress=on_progress)
             if any(buffer.device.is_host for buffer in buffers):
                 self._equipment.wait_for(after)
             return self._equipment.digest(cargo)
 
     def _load_cargo(
-        self, buffers: Sequence[Buffer], nbytes: int, machine: MachineFacts, fence: Fence
+        self,
+        buffers: Sequence[Buffer],
+        nbytes: int,
+        machine: MachineFacts,
+        fence: Fence,
+        *,
+        transfers: Sequence[Transfer] = (),
+        sources: Sequence[Source] = (),
+        sinks: Sequence[Sink] = (),
+        stream: int | None = None,
+        on_progress: OnMoved | None = None,
     ) -> Cargo:
-        """What any engine needs to move so many bytes; transfers and files are to be added."""
+        """What any engine needs to move so many bytes, by as many workers as those deserve."""
         return Cargo(
-            transfers=(),
-            sources=(),
+            transfers=transfers,
+            sources=sources,
             buffers=buffers,
             workers=choose_workers(self._options, machine, first_gpu(buffers), nbytes),
             block_nbytes=self._options.block_nbytes,
+            sinks=sinks,
             fence=fence,
+            stream=stream,
+            on_progress=on_progress,
         )
 
     def _probes(self, device: Device, forced: Route | None) -> GpuProbes:
@@ -97,14 +111,13 @@ class Transfers:
         if gpu.holds is not True:
             return GpuProbes(gpu, gpu, lambda _: gpu)
         equipment, is_forced = self._equipment, forced is Route.GDS
-        probes = GpuProbes(
+        profits = forced in (None, Route.MAPPED)  # no other route does from what is registered
+        return GpuProbes(
             gpu,
             equipment.mapping_fact(device.index),
             lambda path: equipment.gds_fact(path, is_forced),
+            equipment.is_registered if profits else lambda *_: False,
         )
-        if forced not in (None, Route.MAPPED):  # no other route profits from what is registered
-            return probes
-        return replace(probes, is_registered=equipment.is_registered)
 
     def _prepare(self, plan: Plan, devices: Iterable[Device]) -> Plan:
         """Get a first block of page-locked memory, while the plan can still change."""

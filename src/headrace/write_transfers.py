@@ -65,9 +65,9 @@ class WriteTransfers(Transfers):
             _reserve(plan, delivery.sinks)
         with watch.stage("transfer"), self._after(delivery.fence, delivery.buffers) as fence:
             nbytes = sum(transfer.nbytes for transfer in plan.transfers)
-            cargo = self._load_cargo(delivery.buffers, nbytes, machine, fence)
+            cargo = self._load_cargo(delivery.buffers, nbytes, machine, fence, sinks=delivery.sinks)
             order = Order(
-                replace(cargo, sinks=delivery.sinks),
+                cargo,
                 [file.facts.volume for file in files],
                 forced,
                 self._equipment.writer,

@@ -11,11 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headrace.bindings.cuda import LEGACY_STREAM
 from headrace.bindings.cufile_errors import CuFileError
 from headrace.engines.base import Cargo, Stats
 from headrace.engines.gds import GdsEngine
 from headrace.engines.gds_session import GdsSession
-from headrace.engines.lanes import Lanes, streams_of
+from headrace.engines.lanes import Lanes
 from headrace.errors import HeadraceError, RouteUnavailable, ShortRead, SourceChanged
 from headrace.memory.buffer import Buffer
 from headrace.planning.plan import Piece, Transfer
@@ -62,7 +63,7 @@ class Rig:
             lease.cufile, self.cuda, lanes, registrations=registrations, **self.options
         )
         transfers = [Transfer(0, Route.GDS, "", tuple(pieces))]
-        fence = lanes.fence(self.device, streams_of([buffer]))
+        fence = lanes.fence(self.device, (buffer.stream or LEGACY_STREAM,))
         try:
             return self.engine.run(
                 Cargo(transfers, [source], [buffer], workers, block, fence=fence)

@@ -12,13 +12,13 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("cuda.bindings.cufile")
 
-from headrace.bindings.cuda import CudaRuntime
+from headrace.bindings.cuda import LEGACY_STREAM, CudaRuntime
 from headrace.bindings.cufile_probe import probe_cufile
 from headrace.bindings.cufile_values import BatchEvent, BatchRequest
 from headrace.engines.base import Cargo, Stats
 from headrace.engines.gds import GdsEngine
 from headrace.engines.gds_session import GdsLease, process_session
-from headrace.engines.lanes import Lanes, streams_of
+from headrace.engines.lanes import Lanes
 from headrace.errors import DeviceError, RouteUnavailable, ShortRead
 from headrace.memory.buffer import Buffer, buffer_from
 from headrace.planning.plan import Piece, Transfer
@@ -64,7 +64,7 @@ def _run(
     lanes = Lanes(cuda)
     engine = GdsEngine(lease.cufile, cuda, lanes, **options)
     transfers = [Transfer(0, Route.GDS, "", tuple(pieces))]
-    fence = lanes.fence(0, streams_of([buffer]))
+    fence = lanes.fence(0, (buffer.stream or LEGACY_STREAM,))
     with open_source(path) as source:
         try:
             return engine, engine.run(Cargo(transfers, [source], [buffer], 8, 4 * MIB, fence=fence))

@@ -173,11 +173,20 @@ def test_memory_that_torch_keeps_for_itself_counts_as_free() -> None:
     from headrace.torch.library import Torch
     from headrace.types import Device
 
-    torch.cuda.empty_cache()
-    before = Torch().idle_nbytes(Device("cuda", 0))
     block = torch.empty(BIG, dtype=torch.uint8, device="cuda")
+    before = Torch().idle_nbytes(Device("cuda", 0))
     del block
-    assert Torch().idle_nbytes(Device("cuda", 0)) >= before + BIG
+    assert Torch().idle_nbytes(Device("cuda", 0)) == before + BIG
+
+
+def take_all(nbytes: int) -> list[torch.Tensor]:
+    """Take memory in blocks of that size until torch has no more."""
+    taken: list[torch.Tensor] = []
+    try:
+        while True:
+            taken.append(torch.empty(nbytes, dtype=torch.uint8, device="cuda"))
+    except torch.OutOfMemoryError:
+        return taken
 
 
 @pytest.mark.parametrize("place", ["cuda:0"])
@@ -185,14 +194,14 @@ def test_torch_without_memory_sends_the_snapshot_to_the_host(
     tmp_path: Path, context: hr.Context, place: str
 ) -> None:
     tensors = zeros()
-    torch.cuda.empty_cache()
     _, total = torch.cuda.mem_get_info()
-    share = (torch.cuda.memory_reserved() + MIB) / total
-    torch.cuda.set_per_process_memory_fraction(share)
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + MIB) / total)
     try:
+        hoard = take_all(64 * MIB) + take_all(MIB)
         report = ht.save_file_async(tensors, tmp_path / "a", context=context).result(TIMEOUT_S)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
+    del hoard
     assert report.snapshot is not None
     assert report.snapshot.device == "cpu"
     check(tmp_path / "a", tensors, 0)

@@ -36,7 +36,7 @@ class Rig:
         window, array = self.take(number), FakeDeviceArray(self.cuda, WINDOW)
         stream = stream or self.stream
         self.cuda.copy_to_device([(array.pointer, window.pointer, WINDOW)], stream)
-        self.mappings.leave(window, stream)
+        self.mappings.leave([window], stream)
         return array
 
     def holds(self, array: FakeDeviceArray, number: int) -> bool:
@@ -57,7 +57,7 @@ def test_window_left_under_way_is_kept_and_taken_again(rig: Rig) -> None:
     array = rig.leave(0)
     assert (rig.mappings.nbytes, rig.cuda.live_events, rig.cuda.pending_copies) == (WINDOW, 1, 1)
     window = rig.take(0)
-    assert (window.kept, len(window.events), rig.mappings.nbytes) == (True, 1, 0)
+    assert (window.kept, len(window.marks), rig.mappings.nbytes) == (True, 1, 0)
     rig.mappings.give_back(window)
     rig.mappings.close()
     assert rig.holds(array, 0)
@@ -77,8 +77,30 @@ def test_events_that_have_happened_are_given_up_when_the_window_is_taken(rig: Ri
     rig.leave(0)
     rig.cuda.synchronize_stream(rig.stream)
     window = rig.take(0)
-    assert (len(window.events), rig.cuda.live_events) == (1, 1)
+    assert (len(window.marks), rig.cuda.live_events) == (1, 1)
     rig.mappings.give_back(window)
+
+
+def test_windows_of_one_transfer_share_an_event_until_the_last_lets_go(rig: Rig) -> None:
+    windows = [rig.take(number) for number in range(3)]
+    arrays = [FakeDeviceArray(rig.cuda, WINDOW) for _ in windows]
+    for window, array in zip(windows, arrays, strict=True):
+        rig.cuda.copy_to_device([(array.pointer, window.pointer, WINDOW)], rig.stream)
+    rig.mappings.leave(windows, rig.stream)
+    assert (windows, rig.cuda.live_events, rig.mappings.nbytes) == ([], 1, 3 * WINDOW)
+    rig.mappings.drop(rig.take(1))
+    assert rig.holds(arrays[1], 1)
+    assert rig.cuda.live_events == 1
+    rig.mappings.give_back(rig.take(0))  # its copy is done, so it needs the event no more
+    assert rig.cuda.live_events == 1
+    rig.mappings.give_back(rig.take(2))
+    assert rig.cuda.live_events == 0
+    assert all(rig.holds(array, number) for number, array in enumerate(arrays))
+
+
+def test_nothing_is_marked_for_no_windows(rig: Rig) -> None:
+    rig.mappings.leave([], rig.stream)
+    assert rig.cuda.live_events == 0
 
 
 def test_window_that_leaves_waits_for_its_copies_alone(rig: Rig) -> None:
@@ -92,9 +114,9 @@ def test_second_window_of_the_same_bytes_is_released_after_its_copies(rig: Rig) 
     first, array = rig.take(0), FakeDeviceArray(rig.cuda, WINDOW)
     second = rig.take(0)
     rig.cuda.copy_to_device([(array.pointer, second.pointer, WINDOW)], rig.stream)
-    rig.mappings.leave(first, rig.stream)
+    rig.mappings.leave([first], rig.stream)
     assert not rig.holds(array, 0)
-    rig.mappings.leave(second, rig.stream)
+    rig.mappings.leave([second], rig.stream)
     assert rig.holds(array, 0)
     assert rig.cuda.mapped_nbytes == WINDOW
 
@@ -184,7 +206,7 @@ def test_window_whose_copies_cannot_be_waited_for_stays_registered(
     window = rig.take(0)
 
     def fail(event: int) -> None:
-        if event in window.events:
+        if event in [mark.event for mark in window.marks]:
             raise DeviceError("cudaEventSynchronize failed: cudaErrorUnknown (999)")
 
     with monkeypatch.context() as failing:

@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -176,7 +175,7 @@ def test_replaced_file_has_the_same_size_other_bytes_and_another_inode(path: str
     assert after.inode != before.inode
     assert Path(path).read_bytes() == bytes(255 - byte for byte in DATA)
     now = files.status(fd)
-    assert replace(now, ctime_ns=before.ctime_ns) == before
+    assert now._replace(ctime_ns=before.ctime_ns) == before
     files.close(fd)
 
 

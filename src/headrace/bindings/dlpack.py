@@ -17,6 +17,14 @@ _READ_ONLY = 1
 _HOST_KINDS = (1, 3)  # kDLCPU, kDLCUDAHost
 _CUDA_KINDS = (2, 13)  # kDLCUDA, kDLCUDAManaged
 
+# Prototypes of our own: those that hang on ctypes.pythonapi are shared by the whole process.
+_capsule_name = ctypes.PYFUNCTYPE(ctypes.c_char_p, ctypes.py_object)(
+    ("PyCapsule_GetName", ctypes.pythonapi)
+)
+_capsule_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
+    ("PyCapsule_GetPointer", ctypes.pythonapi)
+)
+
 
 class _Tensor(ctypes.Structure):
     _fields_ = (
@@ -103,13 +111,8 @@ def export_dlpack(obj: Any, stream: int | None) -> DLPackExport:
 
 
 def _read_capsule(capsule: Any) -> DLPackExport:
-    api = ctypes.pythonapi
-    api.PyCapsule_GetName.restype = ctypes.c_char_p
-    api.PyCapsule_GetName.argtypes = (ctypes.py_object,)
-    api.PyCapsule_GetPointer.restype = ctypes.c_void_p
-    api.PyCapsule_GetPointer.argtypes = (ctypes.py_object, ctypes.c_char_p)
-    name = api.PyCapsule_GetName(capsule)
-    address = api.PyCapsule_GetPointer(capsule, name)
+    name = _capsule_name(capsule)
+    address = _capsule_pointer(capsule, name)
     if name == b"dltensor_versioned":
         record = _Versioned.from_address(address)
         tensor, readonly = record.tensor, bool(record.flags & _READ_ONLY)

@@ -11,7 +11,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -23,9 +23,11 @@ _MADV_POPULATE_WRITE = 23
 _STATX_NR = MappingProxyType({"x86_64": 332, "aarch64": 291})
 
 
-@dataclass(frozen=True, slots=True)
-class FileStatus:
-    """What tells whether a file is still the same file with the same bytes."""
+class FileStatus(NamedTuple):
+    """What tells whether a file is still the same file with the same bytes.
+
+    A tuple: several are made for each transfer, compared, and looked up by.
+    """
 
     device: int
     """``st_dev``."""

@@ -22,7 +22,7 @@ from headrace.types import Device, Route
 
 _PROGRESS_INTERVAL_S = 0.1
 
-OnProgress = Callable[[int], None]
+OnMoved = Callable[[int], None]
 """Told the wanted bytes that were read so far."""
 
 
@@ -118,7 +118,7 @@ class Cargo:
     """The copies come after it."""
     stream: int | None = None
     """CUDA stream of the caller, on which copies may be left under way; None for none."""
-    on_progress: OnProgress | None = None
+    on_progress: OnMoved | None = None
     """Called now and then, in the calling thread, with the bytes moved so far."""
 
     @property
@@ -258,7 +258,7 @@ class _Crew:
             self._stopped = True
             self._tasks.stop()
 
-    def wait(self, count: int, on_progress: OnProgress | None) -> None:
+    def wait(self, count: int, on_progress: OnMoved | None) -> None:
         """Wait until `count` workers have come and all have gone, or all have gone after `stop`."""
         interval = _PROGRESS_INTERVAL_S if on_progress else None
         while True:
@@ -325,7 +325,7 @@ def share_out(work: Callable[[TasksT, Tally], None], tasks: TasksT, cargo: Cargo
     return crew.tallies
 
 
-def _labour_together(crew: _Crew, count: int, on_progress: OnProgress | None) -> None:
+def _labour_together(crew: _Crew, count: int, on_progress: OnMoved | None) -> None:
     threads: list[threading.Thread] = []
     try:
         _start(threads, crew, count)

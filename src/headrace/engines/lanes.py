@@ -10,7 +10,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from headrace.bindings.cuda import Cuda
-from headrace.memory.buffer import Buffer
 
 DEPTH = 2
 """Streams of one lane: while one carries copies, the next ones are prepared. A third gained
@@ -127,11 +126,6 @@ class Lanes:
             lane = Lane(tuple(streams), self._cuda.create_event())
             undo.pop_all()
         return lane
-
-
-def streams_of(buffers: Iterable[Buffer]) -> tuple[int, ...]:
-    """Streams whose queued work may still use the buffers, each once."""
-    return tuple({buffer.stream for buffer in buffers if buffer.stream is not None})
 
 
 def _destroy(cuda: Cuda, spare: dict[int, list[Lane]]) -> None:

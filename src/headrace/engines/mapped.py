@@ -75,9 +75,7 @@ class MappedEngine:
                     )
                     in_use.append(window)
                     counts["kept" if window.kept else "registered"] += 1
-                    copies = job.copies(cargo.buffers, window.pointer - window.key.start)
-                    self._cuda.copy_to_device(copies, stream)
-                    tally.moved_nbytes += sum(nbytes for _, _, nbytes in copies)
+                    tally.moved_nbytes += self._copy(cargo, job, window, stream)
                 self._finish(in_use, lane)
 
         tallies = run_workers(work, replace(cargo, workers=1, block_nbytes=WINDOW_NBYTES))
@@ -87,25 +85,35 @@ class MappedEngine:
     def _enqueue(self, cargo: Cargo, device: int, stream: int) -> Stats:
         """Leave the copies to the caller's stream; windows stay registered until they are done."""
         tally = Tally()
-        jobs = Jobs(cargo.transfers, WINDOW_NBYTES)
         with self._lanes.on_device(device):
             try:
-                while (job := jobs.take()) is not None:
-                    self._enqueue_one(cargo, job, stream, tally)
+                self._enqueue_all(cargo, stream, tally)
             except BaseException:
                 self._cuda.synchronize_stream(stream)  # no copy may be left where nobody knows
                 raise
         evidence = "copies of registered pages, enqueued on the caller's stream and not waited for"
         return total(self.route, [tally], evidence)
 
-    def _enqueue_one(self, cargo: Cargo, job: Job, stream: int, tally: Tally) -> None:
-        window = self._take_or_make_room(cargo, job, tally, lambda: None)
+    def _enqueue_all(self, cargo: Cargo, stream: int, tally: Tally) -> None:
+        in_use: list[Window] = []
+
+        def leave() -> None:
+            self._mappings.leave(in_use, stream)
+
         try:
-            copies = job.copies(cargo.buffers, window.pointer - window.key.start)
-            self._cuda.copy_to_device(copies, stream)
-            tally.moved_nbytes += sum(nbytes for _, _, nbytes in copies)
+            jobs = Jobs(cargo.transfers, WINDOW_NBYTES)
+            while (job := jobs.take()) is not None:
+                window = self._take_or_make_room(cargo, job, tally, leave)
+                in_use.append(window)
+                tally.moved_nbytes += self._copy(cargo, job, window, stream)
         finally:
-            self._mappings.leave(window, stream)
+            leave()
+
+    def _copy(self, cargo: Cargo, job: Job, window: Window, stream: int) -> int:
+        """Enqueue the copies of a job; how many bytes they move."""
+        copies = job.copies(cargo.buffers, window.pointer - window.key.start)
+        self._cuda.copy_to_device(copies, stream)
+        return sum(nbytes for _, _, nbytes in copies)
 
     def _take_or_make_room(
         self, cargo: Cargo, job: Job, tally: Tally, finish: Callable[[], None]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -75,9 +75,7 @@ def buffer_from(
     if not writable:
         obj = _without_gradient(obj)
     if _is_on_cuda(obj):
-        asked = LEGACY_STREAM if stream is None else NO_SYNCHRONISATION
-        described = _from_gpu(obj, pointer_device, writable, asked)
-        return described if stream is None else replace(described, stream=stream)
+        return _from_gpu(obj, pointer_device, writable, stream)
     if _has(obj, "__array_interface__"):
         return _from_numpy(obj, writable)
     try:
@@ -88,7 +86,7 @@ def buffer_from(
                 f"{_kind(obj)} has neither the buffer protocol, __cuda_array_interface__ nor "
                 "__dlpack__; pass an array or a bytearray"
             ) from None
-    return _from_dlpack(obj, writable, stream=None)
+    return _from_dlpack(obj, writable, asked=None, stream=None)
 
 
 def _has(obj: Any, name: str) -> bool:
@@ -118,25 +116,27 @@ def _is_on_cuda(obj: Any) -> bool:
 
 
 def _from_gpu(
-    obj: Any, pointer_device: Callable[[int], int | None], writable: bool, stream: int
+    obj: Any, pointer_device: Callable[[int], int | None], writable: bool, stream: int | None
 ) -> Buffer:
     """Prefer DLPack, whose producers order a stream for us; some types only CUDA arrays carry."""
     refusal: BufferMismatch | None = None
     if _has(obj, "__dlpack__"):
+        asked = LEGACY_STREAM if stream is None else NO_SYNCHRONISATION
         try:
-            return _from_dlpack(obj, writable, stream)
+            return _from_dlpack(obj, writable, asked, stream or asked)
         except BufferMismatch as error:
             refusal = error
     try:
         interface = obj.__cuda_array_interface__
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
         raise refusal or BufferMismatch(f"{_kind(obj)}: {error}") from error
-    return _from_cuda_array(obj, interface, pointer_device, writable)
+    return _from_cuda_array(obj, interface, pointer_device, writable, stream)
 
 
-def _from_dlpack(obj: Any, writable: bool, stream: int | None) -> Buffer:
+def _from_dlpack(obj: Any, writable: bool, asked: int | None, stream: int | None) -> Buffer:
+    """Describe what the producer exports once it is asked to order the stream `asked`."""
     try:
-        export = export_dlpack(obj, stream)
+        export = export_dlpack(obj, asked)
     except (BufferError, RuntimeError, ValueError, TypeError) as error:
         raise BufferMismatch(f"{_kind(obj)} cannot be exported through DLPack: {error}") from error
     if export.readonly and writable:
@@ -152,6 +152,7 @@ def _from_cuda_array(
     interface: dict[str, Any],
     pointer_device: Callable[[int], int | None],
     writable: bool,
+    stream: int | None,
 ) -> Buffer:
     try:
         pointer, readonly = interface["data"]
@@ -168,8 +169,8 @@ def _from_cuda_array(
     index = pointer_device(pointer) if nbytes else 0
     if index is None:
         raise BufferMismatch(f"{_kind(obj)} says it is on a GPU but points at host memory")
-    stream = interface.get("stream") or LEGACY_STREAM
-    return Buffer(int(pointer or 0), nbytes, Device("cuda", index), obj, stream)
+    order = stream or interface.get("stream") or LEGACY_STREAM
+    return Buffer(int(pointer or 0), nbytes, Device("cuda", index), obj, order)
 
 
 def _from_numpy(obj: Any, writable: bool) -> Buffer:

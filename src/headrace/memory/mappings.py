@@ -9,6 +9,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from headrace.bindings.cuda import Cuda
 from headrace.bindings.posix import Files, FileStatus, Mapping
@@ -20,9 +21,8 @@ MOST_WINDOWS = 1024
 """Windows that are kept at most: each is a mapping, of which Linux gives a process 65,530."""
 
 
-@dataclass(frozen=True, slots=True)
-class WindowKey:
-    """Which bytes of which file, as it was at which moment."""
+class WindowKey(NamedTuple):
+    """Which bytes of which file, as it was at which moment; a tuple is looked up fast."""
 
     identity: FileStatus
     """The file, with its size and times."""
@@ -30,6 +30,31 @@ class WindowKey:
     """First byte; a multiple of the page size."""
     stop: int
     """End, exclusive."""
+
+
+class Mark:
+    """A CUDA event after the copies of one transfer, shared by the windows that they read.
+
+    Parameters
+    ----------
+    event
+        The event.
+    windows
+        How many share it; the last one that lets go destroys it.
+    """
+
+    def __init__(self, event: int, windows: int) -> None:
+        self.event = event
+        self._windows = windows
+        self._lock = threading.Lock()
+
+    def let_go(self, cuda: Cuda) -> None:
+        """One window less needs it."""
+        with self._lock:
+            self._windows -= 1
+            is_last = not self._windows
+        if is_last:
+            cuda.destroy_event(self.event)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +67,8 @@ class Window:
     """What keeps it mapped."""
     kept: bool = False
     """Whether it was registered in an earlier call."""
-    events: tuple[int, ...] = ()
-    """CUDA events, each after copies that may still read it; they go with it."""
+    marks: tuple[Mark, ...] = ()
+    """Each after copies that may still read it."""
 
     @property
     def pointer(self) -> int:
@@ -102,7 +127,7 @@ class Mappings:
             self._nbytes -= kept.nbytes if kept else 0
         if kept is not None:
             try:
-                return Window(key, kept.mapping, True, self._pending(kept.events))
+                return Window(key, kept.mapping, True, self._pending(kept.marks))
             except BaseException:
                 self.drop(kept)
                 raise
@@ -140,7 +165,7 @@ class Mappings:
     def give_back(self, window: Window) -> None:
         """Keep a window, or release it where it does not fit.
 
-        No copy may read it any more, other than those that `Window.events` are after.
+        No copy may read it any more, other than those that `Window.marks` are after.
         """
         leaving: list[Window] = []
         with self._lock:
@@ -153,23 +178,29 @@ class Mappings:
                     leaving.append(self._pop(next(iter(self._kept))))
         _drop_all(self._cuda, leaving)
 
-    def leave(self, window: Window, stream: int) -> None:
-        """As `give_back`, while copies that are on a stream may still read the window.
+    def leave(self, windows: list[Window], stream: int) -> None:
+        """As `give_back` for all, which it takes out of the list, while copies may still read them.
+
+        Those copies are on the stream.
 
         Raises
         ------
         DeviceError
-            CUDA cannot mark them; they are done, and the window is released.
+            CUDA cannot mark them; they are done, and the windows are released.
         """
+        if not windows:
+            return
+        left, windows[:] = tuple(windows), []
         try:
-            event = self._cuda.create_event()
-            window = Window(window.key, window.mapping, window.kept, (*window.events, event))
-            self._cuda.record_event(event, stream)
+            mark = Mark(self._cuda.create_event(), len(left))
+            left = tuple(Window(w.key, w.mapping, w.kept, (*w.marks, mark)) for w in left)
+            self._cuda.record_event(mark.event, stream)
         except BaseException:
             self._cuda.synchronize_stream(stream)
-            self.drop(window)
+            _drop_all(self._cuda, left)
             raise
-        self.give_back(window)
+        for window in left:
+            self.give_back(window)
 
     def drop(self, window: Window) -> None:
         """Release a window that no copy reads any more."""
@@ -189,12 +220,12 @@ class Mappings:
             windows = [self._pop(key) for key in stale]
         _drop_all(self._cuda, windows)
 
-    def _pending(self, events: tuple[int, ...]) -> tuple[int, ...]:
-        """Those of some events that have not happened yet; the others are given up."""
-        done = [event for event in events if self._cuda.event_is_done(event)]
-        for event in done:
-            self._cuda.destroy_event(event)
-        return tuple(event for event in events if event not in done)
+    def _pending(self, marks: tuple[Mark, ...]) -> tuple[Mark, ...]:
+        """Those of some marks that have not happened yet; the others are let go."""
+        done = [mark for mark in marks if self._cuda.event_is_done(mark.event)]
+        for mark in done:
+            mark.let_go(self._cuda)
+        return tuple(mark for mark in marks if mark not in done)
 
     def _pop(self, key: WindowKey) -> Window:
         window = self._kept.pop(key)
@@ -210,13 +241,13 @@ class Mappings:
 
 def _drop(cuda: Cuda, window: Window) -> None:
     """Wait for the copies that read a window, and release it; where CUDA cannot wait, it stays."""
-    for event in window.events:
-        cuda.synchronize_event(event)
+    for mark in window.marks:
+        cuda.synchronize_event(mark.event)
     with contextlib.ExitStack() as stack:  # all of it, even where CUDA fails
         stack.callback(window.mapping.close)
         stack.callback(cuda.unregister_host, window.pointer)
-        for event in window.events:
-            stack.callback(cuda.destroy_event, event)
+        for mark in window.marks:
+            stack.callback(mark.let_go, cuda)
 
 
 def _drop_all(cuda: Cuda, windows: Iterable[Window]) -> None:
