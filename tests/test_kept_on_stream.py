@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 import headrace as hr
 from headrace.bindings.cuda import Copy
+from headrace.memory.mappings import Mappings, Window, WindowKey
 from headrace.testing import FakeCuda, FakeDeviceArray, FaultyFiles
 from headrace.testing.fake_cuda import POISON
 from headrace.testing.faulty_files import pages_where
@@ -208,6 +209,57 @@ def test_pages_that_are_registered_are_not_counted_again(tmp_path: Path) -> None
     rig.read(rig.array())
     assert asked
     rig.check_released()
+
+
+def plan_of(report: hr.Report) -> tuple[Any, ...]:
+    return report.planned, report.rejected, report.resident_nbytes
+
+
+def test_plan_of_registered_bytes_is_the_same_again(rig: Rig) -> None:
+    """It is not made anew for each read; other bytes of the file are other plans."""
+    parts = [(0, SIZE), (5, WINDOW), *((number, 100) for number in range(40))]
+    first = [plan_of(rig.read(rig.array(n), file_offset=at)) for at, n in parts]
+    again = [plan_of(rig.read(rig.array(n), file_offset=at)) for at, n in parts]
+    assert first == again
+    assert [planned[0].nbytes for planned, _, _ in again] == [nbytes for _, nbytes in parts]
+    host = bytearray(SIZE)
+    assert route_of(hr.read_into(host, rig.path, context=rig.context)) == "host"
+    report = rig.read(rig.array(), route="cached")
+    assert (route_of(report), report.planned[0].why) == ("cached", "route='cached' was asked for")
+    rig.cuda.synchronize_stream(rig.stream)
+    assert host == rig.content
+
+
+def test_plan_is_made_anew_once_the_pages_are_not_registered_any_more(tmp_path: Path) -> None:
+    rig = Rig(disk_folder(tmp_path), options=hr.Options(mapped_nbytes=SIZE)).warmed()
+    whys = []
+    for name in ("file", "file", "other", "file", "file"):
+        if name == "other":
+            write_random(rig.path.with_name(name), SIZE)
+        whys.append(rig.read(rig.array(), rig.path.with_name(name)).rejected)
+        rig.cuda.synchronize_stream(rig.stream)
+    assert whys[0] == whys[1] == whys[4]
+    assert rig.cuda.errors == []
+    rig.check_released()
+
+
+def test_read_that_leaves_registered_pages_after_all_keeps_its_place_on_the_stream(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The plan was made on pages that are gone when it is carried out."""
+    array, seen = rig.array(), list[bytes]()
+
+    def refuse(mappings: Mappings, fd: int, key: WindowKey) -> Window:
+        raise hr.DeviceError("cudaHostRegister failed: made up")
+
+    rig.cuda.enqueue_on(rig.stream, lambda: array.fill(0))
+    rig.cuda.enqueue_on(rig.stream, lambda: seen.append(array.tobytes()))
+    with monkeypatch.context() as refusing:
+        refusing.setattr(Mappings, "take", refuse)
+        report = rig.read(array)
+    assert route_of(report) == "cached"
+    assert [str(each.route) for each in report.rejected].count("mapped") == 1
+    assert (array.tobytes(), seen) == (rig.content, [bytes(SIZE)])
 
 
 # Registrations outlive the copies.

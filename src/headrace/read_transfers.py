@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from headrace.engines.base import Cargo, Engine, Stats
 from headrace.engines.lanes import Fence
+from headrace.equipment import Equipment
 from headrace.errors import SourceChanged
 from headrace.formats.catalog import Catalog, TensorSpec
 from headrace.memory.buffer import Buffer
+from headrace.options import Options
 from headrace.planning.plan import Plan, Rejection
 from headrace.planning.planner import make_plan
 from headrace.probing.machine import storage_read_nbytes
@@ -25,7 +29,7 @@ from headrace.report import (
     make_report,
 )
 from headrace.storage.source import Source
-from headrace.survey import Survey, Want, open_sources, select, survey
+from headrace.survey import GpuProbes, Survey, Want, open_sources, select, survey
 from headrace.transfers import Order, Transfers
 from headrace.types import Device, Route
 
@@ -53,8 +57,46 @@ class _Compared:
         return replace(report, cpu_seconds=cpu_seconds, verified_nbytes=self.nbytes)
 
 
+class _KnownPlans:
+    """Plans of reads that found all bytes registered: while they stay so, none would differ.
+
+    Threads may share it. The least recently used leave first.
+    """
+
+    _MOST = 16
+
+    def __init__(self) -> None:
+        self._plans: OrderedDict[Hashable, tuple[Survey, Plan]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def find(
+        self, key: Hashable, sources: Sequence[Source], probes: GpuProbes
+    ) -> tuple[Survey, Plan] | None:
+        """The plan of an earlier read of the same bytes, if they are registered still."""
+        with self._lock:
+            known = self._plans.get(key)
+            if known is None:
+                return None
+            self._plans.move_to_end(key)
+        parts = zip(sources, known[0].files, strict=True)
+        holds = all(probes.is_registered(source.identity, file.stretches) for source, file in parts)
+        return known if holds else None
+
+    def keep(self, key: Hashable, found: Survey, plan: Plan) -> None:
+        """Remember a plan if all of it is registered."""
+        if found.is_registered:
+            with self._lock:
+                self._plans[key] = found, plan
+                while len(self._plans) > self._MOST:
+                    self._plans.popitem(last=False)
+
+
 class ReadTransfers(Transfers):
     """Plans reads and lets the engines do them."""
+
+    def __init__(self, equipment: Equipment, options: Options) -> None:
+        super().__init__(equipment, options)
+        self._known = _KnownPlans()
 
     def run(
         self,
@@ -83,6 +125,8 @@ class ReadTransfers(Transfers):
                 plan = self._prepare(plan, [device])
             with watch.stage("allocate"):
                 buffers = allocate(found.specs)
+            if stream is not None and found.is_registered and plan.takes_only(Route.MAPPED):
+                fence = Fence()  # what goes onto the caller's stream follows what is on it
             with self._clearing_up(sources, buffers, stream):
                 with watch.stage("transfer"), self._after(fence, buffers) as after:
                     cargo = self._load_cargo(
@@ -131,9 +175,15 @@ class ReadTransfers(Transfers):
         forced: Route | None,
     ) -> tuple[Survey, Plan]:
         probes = self._probes(device, forced)
+        key = (tuple(source.identity for source in sources), wanted, device, forced)
+        known = self._known.find(key, sources, probes)
+        if known is not None:
+            return known
         system, granule = self._equipment.bindings.system, self._options.block_nbytes
         found = survey(sources, wanted, system, probes, granule)
-        return found, make_plan(found.files, device, self._options, forced)
+        plan = make_plan(found.files, device, self._options, forced)
+        self._known.keep(key, found, plan)
+        return found, plan
 
     @contextlib.contextmanager
     def _clearing_up(

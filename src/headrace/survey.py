@@ -22,7 +22,7 @@ from headrace.planning.route import Facts
 from headrace.probing.fact import Fact
 from headrace.probing.machine import MachineFacts
 from headrace.probing.volume import VolumeFacts, probe_volume, unseen_volume
-from headrace.storage.residency import Residency, measure_residency
+from headrace.storage.residency import REGISTERED, Residency, measure_residency
 from headrace.storage.source import Source
 from headrace.types import ByteRange
 
@@ -70,8 +70,6 @@ class GpuProbes:
 class Survey:
     """Everything known before a byte of payload is read."""
 
-    sources: tuple[Source, ...]
-    """Open files."""
     specs: tuple[TensorSpec, ...]
     """Wanted tensors, file after file; a piece's buffer is an index into them."""
     spec_sources: tuple[int, ...]
@@ -87,6 +85,11 @@ class Survey:
     def nbytes(self) -> int:
         """Wanted bytes."""
         return sum(spec.file_range.nbytes for spec in self.specs)
+
+    @property
+    def is_registered(self) -> bool:
+        """Whether there is something wanted, and all of it stays registered with the GPU."""
+        return bool(self.specs) and all(file.residency.method == REGISTERED for file in self.files)
 
     def facts(self) -> tuple[Fact, ...]:
         """Everything as facts, for people; each once."""
@@ -219,7 +222,7 @@ def select(
 
 
 def survey(
-    sources: tuple[Source, ...],
+    sources: Sequence[Source],
     wanted: Sequence[tuple[TensorSpec, ...]],
     system: System,
     gpu: GpuProbes,
@@ -250,7 +253,7 @@ def survey(
         # All that is left to do for registered pages is to enqueue copies: looking takes longer.
         if gpu.is_registered(source.identity, stretches):
             volume = unseen_volume("registered pages stay in memory")
-            residency = Residency.of_all(stretches, "registered", "registered pages stay in memory")
+            residency = Residency.of_all(stretches, REGISTERED, "registered pages stay in memory")
         else:
             volume = probe_volume(source, mounts())
             kind = volume.file_system
@@ -260,7 +263,7 @@ def survey(
         specs.extend(tensors)
         owners.extend([index] * len(tensors))
     volumes = tuple(file.facts.volume for file in files)
-    return Survey(sources, tuple(specs), tuple(owners), tuple(files), volumes, machine)
+    return Survey(tuple(specs), tuple(owners), tuple(files), volumes, machine)
 
 
 def _residency_fact(residency: Residency) -> Fact:

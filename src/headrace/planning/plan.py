@@ -91,6 +91,10 @@ class Plan:
         """Whether some stretch takes one of the routes."""
         return any(transfer.route in routes for transfer in self.transfers)
 
+    def takes_only(self, route: Route) -> bool:
+        """Whether every stretch takes that route."""
+        return all(transfer.route is route for transfer in self.transfers)
+
     def warned(self, downgrade: Rejection) -> Plan:
         """The same plan, with a downgrade of a route that was taken all the same."""
         return replace(self, downgrades=(*self.downgrades, downgrade))

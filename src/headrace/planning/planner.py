@@ -10,7 +10,7 @@ from headrace.planning.coalesce import split
 from headrace.planning.plan import Piece, Plan, Rejection, Transfer
 from headrace.planning.route import Amount, Facts, choose
 from headrace.storage.residency import Residency
-from headrace.types import Device, Route
+from headrace.types import ByteRange, Device, Route
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +23,11 @@ class FileFacts:
     """What the page cache holds of them."""
     facts: Facts
     """Machine, volume and GPU."""
+
+    @property
+    def stretches(self) -> tuple[ByteRange, ...]:
+        """Ranges of the file that hold the pieces."""
+        return tuple(stretch.file_range for stretch in self.residency.stretches)
 
 
 def make_plan(

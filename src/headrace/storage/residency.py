@@ -18,6 +18,9 @@ from headrace.types import ByteRange, windows
 ALWAYS_RESIDENT = ("tmpfs", "ramfs", "hugetlbfs", "devtmpfs")
 """File systems whose bytes live in memory by nature."""
 
+REGISTERED = "registered"
+"""`Residency.method` of what stays registered with the GPU."""
+
 _UNSEEN_BY_CACHESTAT = ("overlay",)
 # An overlay's own inodes have no pages: cachestat answers 0 for a file that is wholly resident
 # (seen on Linux 6.18), while a mapping of it goes to the file underneath, where mincore looks.
