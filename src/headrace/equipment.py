@@ -207,8 +207,15 @@ class Equipment:
             lease.cufile, cuda, lanes, registrations=lease.registrations, strict=strict
         )
 
-    def writer(self, route: Route, device: Device, alignments: Sequence[DirectAlignment]) -> Engine:
-        """The engine that writes files by a route.
+    def writer(
+        self,
+        route: Route,
+        device: Device,
+        alignments: Sequence[DirectAlignment],
+        *,
+        forced: bool = False,
+    ) -> Engine:
+        """The engine that writes files by a route; where that is forced, by no other beside it.
 
         Raises
         ------
@@ -228,7 +235,9 @@ class Equipment:
         if route is Route.MAPPED:
             from headrace.engines.mapped_writer import MappedWriter
 
-            return MappedWriter(self.load_cuda(), self._borrow_lanes())
+            is_alone = forced or self.prepare_ring(device.index) is not None
+            beside = None if is_alone else CachedWriter(self._borrow_ring())
+            return MappedWriter(self.load_cuda(), self._borrow_lanes(), beside)
         from headrace.engines.gds_writer import GdsWriter
 
         lease = self._borrow_lease()

@@ -157,6 +157,7 @@ class Transfers:
                 stats.append(self._send(order, taken, device, part))
             for downgrade in stats[-1].downgrades:
                 plan = plan.warned(downgrade)
+            stats.extend(stats[-1].beside)
         return stats, plan
 
     def _send(self, order: Order, route: Route, device: Device, part: Cargo) -> Stats:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -70,7 +71,7 @@ class WriteTransfers(Transfers):
                 cargo,
                 [file.facts.volume for file in files],
                 forced,
-                self._equipment.writer,
+                functools.partial(self._equipment.writer, forced=forced is not None),
             )
             stats, plan = self._dispatch(plan, order, progress)
             for transfer in plan.transfers:

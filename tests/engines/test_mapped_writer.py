@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -103,6 +104,101 @@ def test_file_that_others_make_longer_meanwhile_is_not_cut(folder: Path) -> None
     with hr.Context(cuda=cuda, files=Raced()) as context:
         hr.write_from(on_gpu(cuda, data), path, route="mapped", context=context)
     assert path.read_bytes() == data + bytes(WINDOW)
+
+
+# What goes another way beside the windows.
+
+MIB = 1 << 20
+
+
+def small_ring(workers: int) -> hr.Options:
+    return hr.Options(workers=workers, block_nbytes=4 * PAGE, pinned_nbytes=8 * PAGE)
+
+
+def slowly() -> None:
+    """Give the worker beside those that map the time to take some."""
+    time.sleep(0.004)
+
+
+@pytest.fixture
+def megabytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mapped_writer, "WINDOW_NBYTES", MIB)
+
+
+@pytest.mark.usefixtures("megabytes")
+@pytest.mark.parametrize("workers", [2, 3, 16])
+@pytest.mark.parametrize("file_offset", [0, 3 * MIB + 77])
+def test_one_worker_writes_through_the_page_cache_meanwhile_and_the_report_tells_how_much(
+    folder: Path, workers: int, file_offset: int
+) -> None:
+    path, cuda, files, data = folder / "file", FakeCuda(), Changing(), make_data(LARGE)
+    files.before, told = slowly, list[hr.Progress]()
+    old = b"\x55" * (LARGE + 7 * MIB)
+    path.write_bytes(old)
+    with hr.Context(small_ring(workers), cuda=cuda, files=files) as context:
+        request = context.request(
+            "write_from", on_gpu(cuda, data), path, file_offset=file_offset, nbytes=None,
+            stream=None, writable=False,
+        )  # fmt: skip
+        report = context.write(request, progress=told.append)
+    assert path.read_bytes() == overlay(old, data, file_offset)
+    assert [str(each.route) for each in report.observed] == ["mapped", "cached"]
+    mapped, beside = report.observed
+    assert min(mapped.nbytes, beside.nbytes) > 0
+    assert mapped.nbytes + beside.nbytes == report.nbytes == told[-1].nbytes == LARGE
+    assert ("beside what was mapped" in beside.evidence, "ring" in beside.bounce) == (True, True)
+    assert (mapped.bounce, report.rejected[0].why) == (
+        "",
+        "the bytes are in cuda:0, not host memory",
+    )
+    assert (cuda.pinned_nbytes, cuda.errors, files.open_descriptors) == (0, [], ())
+
+
+class NoBlocks(FakeCuda):
+    """No block of the ring can be registered."""
+
+    def register_host(self, pointer: int, nbytes: int, *, read_only: bool = False) -> None:
+        if nbytes <= 8 * PAGE:
+            raise hr.DeviceError("cudaHostRegister failed: cudaErrorMemoryAllocation (2)")
+        super().register_host(pointer, nbytes, read_only=read_only)
+
+
+@pytest.mark.parametrize(
+    ("window", "route", "make_cuda"),
+    [(MIB, "mapped", FakeCuda), (4 * MIB, "auto", FakeCuda), (MIB, "auto", NoBlocks)],
+    ids=["forced", "few windows", "no page-locked memory"],
+)
+def test_all_is_mapped_where_the_route_is_forced_or_nothing_is_gained(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    window: int,
+    route: str,
+    make_cuda: Callable[[], FakeCuda],
+) -> None:
+    monkeypatch.setattr(mapped_writer, "WINDOW_NBYTES", window)
+    path, cuda, files, data = folder / "file", make_cuda(), Changing(), make_data(17 * MIB)
+    files.before = slowly
+    with hr.Context(small_ring(workers=5), cuda=cuda, files=files) as context:
+        report = hr.write_from(on_gpu(cuda, data), path, route=route, context=context)
+    assert path.read_bytes() == data
+    assert [str(each.route) for each in report.observed] == ["mapped"]
+    assert (cuda.pinned_nbytes, cuda.errors) == (0, [])
+
+
+@pytest.mark.usefixtures("megabytes")
+@pytest.mark.parametrize("call", ["pwritev", "map_for_writing"])
+def test_disk_that_is_full_for_one_way_ends_the_other(folder: Path, call: str) -> None:
+    path, cuda, files = folder / "file", FakeCuda(), Changing(fail={call: errno.ENOSPC})
+    path.write_bytes(b"old" * 7 * MIB)
+    files.before = slowly
+    with (
+        hr.Context(small_ring(4), cuda=cuda, files=files) as context,
+        pytest.raises(OSError, match="No space left") as caught,
+    ):
+        hr.write_from(on_gpu(cuda, bytes(LARGE)), path, file_offset=8 * MIB, context=context)
+    assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, str(path))
+    assert path.stat().st_size == 21 * MIB
+    assert (cuda.pinned_nbytes, cuda.errors, files.open_descriptors) == (0, [], ())
 
 
 @pytest.mark.root

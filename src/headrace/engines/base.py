@@ -96,6 +96,8 @@ class Stats:
     """A name that tells more than the route's own, such as "gds (cuFile compatibility mode)"."""
     downgrades: tuple[Rejection, ...] = ()
     """What did not go as the route promises, and what would change it."""
+    beside: tuple[Stats, ...] = ()
+    """What went other ways meanwhile, to be done sooner; not in `nbytes`."""
 
 
 @dataclass(frozen=True, slots=True)
