@@ -101,9 +101,9 @@ class Equipment:
 
     def mapping_fact(self, index: int) -> Fact:
         """Whether a CUDA device can read registered pages of a file."""
-        from headrace.probing.devices import probe_attributes
-
         if index not in self._mapping:
+            from headrace.probing.devices import probe_attributes
+
             wanted = ("host registration", "read-only host registration")
             found = [f for f in probe_attributes(self.load_cuda, index) if f.name in wanted]
             against = [fact for fact in found if fact.holds is not True]

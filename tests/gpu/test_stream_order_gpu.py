@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ import numpy as np
 import torch
 
 import headrace as hr
-from tests.support import TIMEOUT_S, folder_with_direct
+from tests.support import TIMEOUT_S, folder_with_direct, run_python
 
 pytestmark = pytest.mark.gpu
 
@@ -240,17 +239,15 @@ def test_submitted_read_from_kept_registrations_is_complete(
     assert same(buffer, expected)
 
 
-def test_kept_read_and_submitting_return_within_a_millisecond(
-    context: hr.Context, side: torch.cuda.Stream, tmp_path: Path
-) -> None:
-    path = tmp_path / "GiB"
-    block = os.urandom(64 * MIB)
-    with path.open("wb") as file:
-        for _ in range(16):
-            file.write(block)
-    warm_up(context, path, side)
-    buffer = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
-    kept, submitted = [], []
+HOW_SOON = """
+import sys, time
+import torch
+import headrace as hr
+
+path = sys.argv[1]
+buffer, side = torch.empty(1 << 30, dtype=torch.uint8, device="cuda"), torch.cuda.Stream()
+kept, submitted = [], []
+with hr.Context(hr.Options(mapped_nbytes=2 << 30)) as context:
     for _ in range(30):
         began = time.perf_counter()
         hr.read_into(buffer, path, stream=side, context=context)
@@ -259,9 +256,20 @@ def test_kept_read_and_submitting_return_within_a_millisecond(
         began = time.perf_counter()
         future = context.submit_read(buffer, path, stream=side)
         submitted.append(time.perf_counter() - began)
-        future.result(TIMEOUT_S)
-    assert min(kept) < 0.001, sorted(kept)
-    assert min(submitted) < 0.001, sorted(submitted)
+        future.result(60)
+print(min(kept), min(submitted))
+"""
+
+
+def test_kept_read_and_submitting_return_within_a_millisecond(tmp_path: Path) -> None:
+    """In a process of its own: caches that other tests have filled would be measured here."""
+    path = tmp_path / "GiB"
+    block = os.urandom(64 * MIB)
+    with path.open("wb") as file:
+        for _ in range(16):
+            file.write(block)
+    kept, submitted = map(float, run_python(HOW_SOON, str(path)).split())
+    assert (kept < 0.001, submitted < 0.001) == (True, True), (kept, submitted)
 
 
 # CuPy.
