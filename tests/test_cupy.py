@@ -13,6 +13,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import headrace as hr
+import headrace.numpy as hn
 from headrace.testing import FakeCuda, FaultyFiles
 from tests.fake_cupy import installed
 from tests.support import PAGE
@@ -75,6 +76,33 @@ def test_checkpoint_comes_back(
     hc.save(on_devices(cupy, TENSORS), tmp_path, max_shard_nbytes=100, context=context)
     loaded = hc.load(tmp_path, context=context)
     assert all(np.array_equal(loaded[name].get(), array) for name, array in TENSORS.items())
+
+
+@pytest.mark.parametrize("limit", [100, 10**9])
+def test_model_whose_registration_is_kept_comes_back_each_time_whole_or_in_part(
+    tmp_path: Path, namespaces: tuple[Any, Any], cuda: FakeCuda, limit: int
+) -> None:
+    """Its plan is kept too, for the same tensors of the same files on the same device."""
+    _, hc = namespaces
+
+    def check(context: hr.Context, wanted: dict[str, np.ndarray], **given: Any) -> None:
+        with hr.trace() as traced:
+            loaded = hc.load(tmp_path / "m", context=context, **given)
+        got = {name: array.get().tobytes() for name, array in loaded.items()}
+        assert got == {name: array.tobytes() for name, array in wanted.items()}
+        assert {int(array.device) for array in loaded.values()} == {given.get("device", 0)}
+        (report,) = traced.reports
+        assert report.nbytes == sum(array.nbytes for array in wanted.values())
+
+    other = {name: np.array(np.flip(array)) for name, array in TENSORS.items()}
+    with hr.Context(hr.Options(mapped_nbytes=1 << 20), cuda=cuda) as context:
+        for tensors in (TENSORS, other):
+            hn.save(tensors, tmp_path / "m", max_shard_nbytes=limit)
+            for _ in range(3):
+                check(context, tensors)
+                check(context, {"half": tensors["half"]}, names=["half"])
+                check(context, tensors, device=1)
+    assert (cuda.mapped_nbytes, cuda.live_events, cuda.errors) == (0, 0, [])
 
 
 @pytest.mark.parametrize("give", [False, True])

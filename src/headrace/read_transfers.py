@@ -57,6 +57,9 @@ class _Compared:
         return replace(report, cpu_seconds=cpu_seconds, verified_nbytes=self.nbytes)
 
 
+_MOST_TENSORS = 20_000  # of a plan that is kept: it takes 10 MB then
+
+
 class _KnownPlans:
     """Plans of reads that found all bytes registered: while they stay so, none would differ.
 
@@ -175,15 +178,27 @@ class ReadTransfers(Transfers):
         forced: Route | None,
     ) -> tuple[Survey, Plan]:
         probes = self._probes(device, forced)
+        count = sum(map(len, wanted))
+        if not self._equipment.mapped_nbytes or count > _MOST_TENSORS:  # nothing to find or keep
+            return self._make_plan(sources, wanted, device, forced, probes)
         key = (tuple(source.identity for source in sources), wanted, device, forced)
         known = self._known.find(key, sources, probes)
-        if known is not None:
-            return known
+        if known is None:
+            known = self._make_plan(sources, wanted, device, forced, probes)
+            self._known.keep(key, *known)
+        return known
+
+    def _make_plan(
+        self,
+        sources: tuple[Source, ...],
+        wanted: Sequence[tuple[TensorSpec, ...]],
+        device: Device,
+        forced: Route | None,
+        probes: GpuProbes,
+    ) -> tuple[Survey, Plan]:
         system, granule = self._equipment.bindings.system, self._options.block_nbytes
         found = survey(sources, wanted, system, probes, granule)
-        plan = make_plan(found.files, device, self._options, forced)
-        self._known.keep(key, found, plan)
-        return found, plan
+        return found, make_plan(found.files, device, self._options, forced)
 
     @contextlib.contextmanager
     def _clearing_up(

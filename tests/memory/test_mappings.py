@@ -98,6 +98,57 @@ def test_windows_of_one_transfer_share_an_event_until_the_last_lets_go(rig: Rig)
     assert all(rig.holds(array, number) for number, array in enumerate(arrays))
 
 
+def test_event_that_cuda_will_not_destroy_costs_the_window_that_let_go_last(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arrays = [rig.leave(number) for number in range(1)]
+    windows = [rig.take(number) for number in range(3)]
+    rig.mappings.leave(windows, rig.stream)
+    rig.cuda.synchronize_stream(rig.stream)
+    left = list[int]()
+
+    def fail(event: int) -> None:
+        left.append(event)
+        raise DeviceError("cudaEventDestroy failed: cudaErrorUnknown (999)")
+
+    kept = [rig.take(1), rig.take(2)]
+    with monkeypatch.context() as failing:
+        failing.setattr(rig.cuda, "destroy_event", fail)
+        with pytest.raises(DeviceError, match="cudaEventDestroy"):
+            rig.take(0)
+    assert rig.cuda.mapped_nbytes == 2 * WINDOW
+    assert [window.marks for window in kept] == [(), ()]
+    for window in kept:
+        rig.mappings.give_back(window)
+    assert rig.holds(arrays[0], 0)
+    for event in left:
+        rig.cuda.destroy_event(event)
+
+
+def test_window_that_cuda_will_not_release_does_not_take_the_others_along(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = Rig(tmp_path / "file", budget_nbytes=2 * WINDOW)
+    windows = [rig.take(number) for number in range(4)]
+    real, told = rig.cuda.unregister_host, list[int]()
+
+    def fail_once(pointer: int) -> None:
+        told.append(pointer)
+        if len(told) == 1:
+            raise DeviceError("cudaHostUnregister failed: cudaErrorUnknown (999)")
+        real(pointer)
+
+    with monkeypatch.context() as failing:
+        failing.setattr(rig.cuda, "unregister_host", fail_once)
+        with pytest.raises(DeviceError, match="cudaHostUnregister"):
+            rig.mappings.leave(windows, rig.stream)
+    assert (len(told), rig.mappings.nbytes) == (2, 2 * WINDOW)
+    rig.cuda.unregister_host(told[0])
+    rig.mappings.close()
+    os.close(rig.fd)
+    assert (rig.cuda.mapped_nbytes, rig.cuda.live_events, rig.cuda.errors) == (0, 0, [])
+
+
 def test_nothing_is_marked_for_no_windows(rig: Rig) -> None:
     rig.mappings.leave([], rig.stream)
     assert rig.cuda.live_events == 0

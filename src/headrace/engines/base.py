@@ -23,7 +23,7 @@ from headrace.types import Device, Route
 _PROGRESS_INTERVAL_S = 0.1
 
 OnMoved = Callable[[int], None]
-"""Told the wanted bytes that were read so far."""
+"""Told the wanted bytes that were moved so far."""
 
 
 class Job(NamedTuple):

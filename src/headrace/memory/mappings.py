@@ -126,11 +126,7 @@ class Mappings:
             kept = self._kept.pop(key, None)
             self._nbytes -= kept.nbytes if kept else 0
         if kept is not None:
-            try:
-                return Window(key, kept.mapping, True, self._pending(kept.marks))
-            except BaseException:
-                self.drop(kept)
-                raise
+            return self._take_again(kept)
         mapping = self._files.map_shared(fd, key.start, key.stop - key.start)
         window = Window(key, mapping)
         try:
@@ -199,8 +195,9 @@ class Mappings:
             self._cuda.synchronize_stream(stream)
             _drop_all(self._cuda, left)
             raise
-        for window in left:
-            self.give_back(window)
+        with contextlib.ExitStack() as stack:  # each, even where CUDA fails to release one
+            for window in reversed(left):
+                stack.callback(self.give_back, window)
 
     def drop(self, window: Window) -> None:
         """Release a window that no copy reads any more."""
@@ -220,12 +217,18 @@ class Mappings:
             windows = [self._pop(key) for key in stale]
         _drop_all(self._cuda, windows)
 
-    def _pending(self, marks: tuple[Mark, ...]) -> tuple[Mark, ...]:
-        """Those of some marks that have not happened yet; the others are let go."""
-        done = [mark for mark in marks if self._cuda.event_is_done(mark.event)]
-        for mark in done:
-            mark.let_go(self._cuda)
-        return tuple(mark for mark in marks if mark not in done)
+    def _take_again(self, kept: Window) -> Window:
+        """A kept window, less the marks that have happened; released where CUDA fails."""
+        pending = list(kept.marks)
+        try:
+            for mark in kept.marks:
+                if self._cuda.event_is_done(mark.event):
+                    pending.remove(mark)
+                    mark.let_go(self._cuda)
+        except BaseException:
+            self.drop(Window(kept.key, kept.mapping, True, tuple(pending)))
+            raise
+        return Window(kept.key, kept.mapping, True, tuple(pending))
 
     def _pop(self, key: WindowKey) -> Window:
         window = self._kept.pop(key)
