@@ -1,8 +1,9 @@
-"""Markers for hardware and rights, and the option that turns a missing GPU into a failure."""
+"""Markers for hardware and rights, the option that makes a missing GPU a failure, and Ctrl-C."""
 
 from __future__ import annotations
 
 import os
+import signal
 
 import pytest
 
@@ -27,6 +28,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="fail, rather than skip, the tests for which too few CUDA devices are visible",
     )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # A shell in the background starts its children with SIGINT ignored, and Python leaves it so.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
