@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from headrace.bindings.sysfs import read_mounts
 from headrace.engines.lanes import Fence
 from headrace.memory.buffer import Buffer
-from headrace.planning.plan import Piece, Plan, Rejection
+from headrace.planning.plan import Piece, Plan, Rejection, Transfer
 from headrace.planning.route import Facts
 from headrace.planning.write_plan import FileToWrite, make_write_plan
 from headrace.probing.machine import MachineFacts
@@ -75,7 +75,7 @@ class WriteTransfers(Transfers):
             )
             stats, plan = self._dispatch(plan, order, progress)
             for transfer in plan.transfers:
-                delivery.sinks[transfer.source].check_holds(transfer.file_range.stop)
+                _check(transfer, delivery.sinks, files)
         if delivery.finish is not None:
             with watch.stage("sync"):
                 delivery.finish()
@@ -117,3 +117,12 @@ def _reserve(plan: Plan, sinks: Sequence[Sink]) -> None:
         start = max(wanted.start, sink.nbytes)
         if transfer.route is not Route.MAPPED and start < wanted.stop:
             sink.allocate(start, wanted.stop)
+        sink.expect(wanted.stop)
+
+
+def _check(transfer: Transfer, sinks: Sequence[Sink], files: Sequence[FileToWrite]) -> None:
+    """Check that readers of the path find what was written."""
+    sink, written = sinks[transfer.source], transfer.file_range
+    sink.check_holds(written.stop)
+    kind = files[transfer.source].facts.volume.file_system
+    sink.check_whole(written.start, written.stop, kind)

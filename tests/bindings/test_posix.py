@@ -302,7 +302,9 @@ def test_mode_is_set_on_the_open_file(tmp_path: Path, files: PosixFiles) -> None
     assert stat.S_IMODE(path.stat().st_mode) == 0o444
 
 
-def test_next_data_is_past_the_hole_and_there_is_none_past_the_last(tmp_path: Path) -> None:
+def test_data_is_past_the_hole_and_a_hole_past_the_data_and_there_is_none_past_the_last(
+    tmp_path: Path,
+) -> None:
     files, path = PosixFiles(), tmp_path / "file"
     with path.open("wb") as file:
         file.seek(1 << 20)
@@ -313,7 +315,12 @@ def test_next_data_is_past_the_hole_and_there_is_none_past_the_last(tmp_path: Pa
         assert found in (1 << 20, 0)  # 0: a file system that keeps no holes
         assert files.next_data(fd, 1 << 20) == 1 << 20
         assert files.next_data(fd, (1 << 20) + 1) is None
-        with pytest.raises(OSError, match="Bad file descriptor"):
-            files.next_data(-1, 0)
+        assert files.next_hole(fd, 0) in (0, (1 << 20) + 1)
+        assert files.next_hole(fd, 1 << 20) == (1 << 20) + 1
+        assert files.next_hole(fd, (1 << 20) + 1) is None
+        assert files.stored_nbytes(fd) % 512 == 0
+        for call in (files.next_data, files.next_hole):
+            with pytest.raises(OSError, match="Bad file descriptor"):
+                call(-1, 0)
     finally:
         files.close(fd)

@@ -137,6 +137,15 @@ class Files(Protocol):
     def next_data(self, fd: int, file_offset: int) -> int | None:
         """First byte at or after an offset that is in no hole (SEEK_DATA); None for none."""
 
+    def stored_nbytes(self, fd: int) -> int:
+        """Bytes that the file takes where it is kept: fewer than its size if it has holes."""
+
+    def next_hole(self, fd: int, file_offset: int) -> int | None:
+        """First byte at or after an offset that is in a hole, or the file's end (SEEK_HOLE).
+
+        None for an offset behind the end.
+        """
+
     def sync(self, fd: int) -> None:
         """Wait until storage has the file's bytes and attributes (fsync)."""
 
@@ -294,12 +303,15 @@ class PosixFiles:
 
     def next_data(self, fd: int, file_offset: int) -> int | None:
         """See `Files.next_data`."""
-        try:
-            return os.lseek(fd, file_offset, os.SEEK_DATA)
-        except OSError as error:
-            if error.errno == errno.ENXIO:
-                return None
-            raise
+        return _seek(fd, file_offset, os.SEEK_DATA)
+
+    def stored_nbytes(self, fd: int) -> int:
+        """See `Files.stored_nbytes`."""
+        return os.fstat(fd).st_blocks * 512  # whatever the block size of the file system
+
+    def next_hole(self, fd: int, file_offset: int) -> int | None:
+        """See `Files.next_hole`."""
+        return _seek(fd, file_offset, os.SEEK_HOLE)
 
     def sync(self, fd: int) -> None:
         """See `Files.sync`."""
@@ -346,6 +358,16 @@ def _check(name: str, rc: int) -> None:
     if rc == -1:
         code = ctypes.get_errno()
         raise OSError(code, f"{name}: {errno.errorcode.get(code, code)}: {os.strerror(code)}")
+
+
+def _seek(fd: int, file_offset: int, whence: int) -> int | None:
+    """Look for data or a hole; nothing here depends on the position that this leaves."""
+    try:
+        return os.lseek(fd, file_offset, whence)
+    except OSError as error:
+        if error.errno == errno.ENXIO:
+            return None
+        raise
 
 
 def _file_status(status: os.stat_result) -> FileStatus:

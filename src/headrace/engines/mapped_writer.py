@@ -144,6 +144,16 @@ def _write_beside(
 
 def _map_window(sink: Sink, start: int, nbytes: int) -> Mapping:
     try:
+        return _map_once(sink, start, nbytes)
+    except OSError as error:
+        # A file that is truncated meanwhile, and made long again beside this, answers so too.
+        if error.errno != errno.ENOSPC:
+            raise
+    return _map_once(sink, start, nbytes)
+
+
+def _map_once(sink: Sink, start: int, nbytes: int) -> Mapping:
+    try:
         return sink.files.map_for_writing(sink.fd, start, nbytes)
     except (OSError, ValueError) as error:
         sink.check_holds(start + nbytes)  # a file that was truncated explains it

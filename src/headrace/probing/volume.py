@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from headrace.bindings.posix import DirectAlignment
 from headrace.bindings.sysfs import Mount
-from headrace.errors import SourceChanged
 from headrace.options import PAGE_NBYTES
 from headrace.probing.fact import Fact
 from headrace.storage.open_file import OpenFile
@@ -57,9 +56,9 @@ def probe_volume(file: OpenFile, mounts: tuple[Mount, ...]) -> VolumeFacts:
     mount = find_mount(file.path, mounts)
     try:
         file.open_direct()
-    except SourceChanged:
-        raise
     except OSError as error:
+        if error.errno == errno.ESTALE:  # not this file any more
+            raise
         return VolumeFacts(mount.file_system, _refused(mount, error), _SAFE_ALIGNMENT)
     stated = _stated_alignment(file)
     alignment = stated or _SAFE_ALIGNMENT

@@ -65,15 +65,18 @@ class OpenFile(ABC):
         Raises
         ------
         OSError
-            The file system refuses O_DIRECT (EINVAL), or the path names another file by now.
+            The file system refuses O_DIRECT (EINVAL); or the path names another file by now, or
+            none (ESTALE).
         """
         if self._direct_fd is not None:
             return
-        fd = self._reopen_direct()
         try:
-            opened = self._files.status(fd)
-            if (opened.device, opened.inode) != (self._opened.device, self._opened.inode):
-                raise self._changed("it was replaced by another file")
+            fd = self._reopen_direct()
+        except OSError:
+            self._check_named()  # what came in its place may not open, or not so
+            raise
+        try:
+            self._check_same(self._files.status(fd))
         except BaseException:
             self._files.close(fd)
             raise
@@ -91,6 +94,18 @@ class OpenFile(ABC):
         finally:
             if fds[1] >= 0:
                 self._files.close(fds[1])
+
+    def _check_named(self) -> None:
+        """Check that the path still names the open file."""
+        try:
+            named = self._files.path_status(self.path)
+        except (FileNotFoundError, NotADirectoryError):
+            raise self._changed("it was removed") from None
+        self._check_same(named)
+
+    def _check_same(self, found: FileStatus) -> None:
+        if (found.device, found.inode) != (self._opened.device, self._opened.inode):
+            raise self._changed("it was replaced by another file")
 
     @abstractmethod
     def _reopen_direct(self) -> int:

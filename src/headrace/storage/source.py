@@ -112,12 +112,7 @@ class Source(OpenFile):
         was = self._opened
         if now.nbytes != was.nbytes:
             raise self._changed(f"its size went from {was.nbytes} to {now.nbytes} bytes")
-        try:
-            named = self._files.path_status(self.path)
-        except (FileNotFoundError, NotADirectoryError):
-            raise self._changed("it was removed") from None
-        if (named.device, named.inode) != (was.device, was.inode):
-            raise self._changed("it was replaced by another file")
+        self._check_named()
         if (now.mtime_ns, now.ctime_ns) != (was.mtime_ns, was.ctime_ns):
             raise self._changed("it was written to, or its attributes were changed")
 

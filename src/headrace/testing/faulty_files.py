@@ -183,6 +183,16 @@ class FaultyFiles(WritingFaults):
         self._find(fd)
         return self.inner.next_data(fd, file_offset)
 
+    def stored_nbytes(self, fd: int) -> int:
+        """See `Files.stored_nbytes`."""
+        self._find(fd)
+        return self.inner.stored_nbytes(fd)
+
+    def next_hole(self, fd: int, file_offset: int) -> int | None:
+        """See `Files.next_hole`."""
+        self._find(fd)
+        return self.inner.next_hole(fd, file_offset)
+
     def direct_alignment(self, fd: int) -> DirectAlignment | None:
         """See `Files.direct_alignment`."""
         self._live()
