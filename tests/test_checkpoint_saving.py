@@ -21,6 +21,7 @@ from safetensors.numpy import save_file as official_save_file
 import headrace as hr
 import headrace.numpy as hn
 from headrace.formats.safetensors import read_catalog
+from headrace.saving import prepare
 from headrace.testing import FaultyFiles, Killed
 
 INDEX = "model.safetensors.index.json"
@@ -332,6 +333,34 @@ def test_failed_save_leaves_the_old_checkpoint_and_no_temporary(
         hn.save(NEW, directory, max_shard_nbytes=500, context=context)
     assert is_whole(found(directory), old)
     assert listing(directory) == before
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_failed_save_takes_the_directories_along_that_it_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared: bool
+) -> None:
+    """Unless somebody else has put something there."""
+    (tmp_path / "old").mkdir()
+    target = tmp_path / "old" / "new" / "newer"
+    if shared:
+        monkeypatch.setattr("headrace.checkpoint_saving.prepare", _beside(target, prepare))
+    with (
+        hr.Context(files=FaultyFiles(enospc_after=300)) as context,
+        pytest.raises(OSError, match="No space"),
+    ):
+        hn.save(OLD, target, context=context)
+    assert listing(tmp_path / "old") == ({"new"} if shared else set())
+    assert not shared or listing(target) == {"theirs"}
+
+
+def _beside(target: Path, call: Callable[..., Any]) -> Callable[..., Any]:
+    """The same call, once somebody else has put a file into the directory."""
+
+    def both(*arguments: Any, **given: Any) -> Any:
+        (target / "theirs").touch()
+        return call(*arguments, **given)
+
+    return both
 
 
 def test_everything_is_synced_before_the_index_names_it(tmp_path: Path) -> None:

@@ -108,6 +108,7 @@ def test_read_returns_with_its_copies_queued_and_the_stream_brings_the_bytes(rig
     report = rig.read(array)
     assert (route_of(report), report.nbytes) == ("mapped", SIZE)
     assert "not waited for" in report.observed[0].evidence
+    assert " mapped (enqueued)" in str(report)  # its rate is that of the call, not of the bytes
     assert (is_untouched(array), rig.cuda.pending_copies) == (True, 5)
     rig.cuda.synchronize_stream(rig.stream)
     assert array.tobytes() == rig.content

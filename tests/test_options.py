@@ -3,6 +3,7 @@ from __future__ import annotations
 from dataclasses import FrozenInstanceError
 from typing import Any
 
+import numpy as np
 import pytest
 
 import headrace as hr
@@ -44,6 +45,19 @@ def test_field_out_of_range_is_a_value_error_that_says_what_fits(
     with pytest.raises(ValueError, match="must") as caught:
         Options(**fields)
     assert complaint in str(caught.value)
+
+
+@pytest.mark.parametrize("value", [1.5, "8", True, None, b"x"], ids=repr)
+@pytest.mark.parametrize("name", ["workers", "block_nbytes", "pinned_nbytes", "mapped_nbytes"])
+def test_number_that_is_none_is_a_type_error_that_names_the_field(name: str, value: Any) -> None:
+    if (name, value) == ("workers", None):
+        return
+    with pytest.raises(TypeError, match=f"{name} is {value!r}; it must be an integer"):
+        Options(**{name: value})
+
+
+def test_integers_of_numpy_are_numbers() -> None:
+    assert Options(workers=np.int64(3)).workers == 3  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

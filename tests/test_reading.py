@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib.util
 import json
 import mmap
 import os
@@ -285,3 +286,14 @@ def test_explain_of_some_names_is_the_plan_of_their_load(tmp_path: Path) -> None
         hr.explain(path, device="cpu", names=["z"])
     with pytest.raises(ValueError, match="safetensors sources only"):
         hr.explain(path, device="cpu", names=["a"], raw=True)
+
+
+def test_stream_without_cuda_is_a_value_error(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"12345")
+    if importlib.util.find_spec("cuda") is not None:
+        pytest.skip("cuda.bindings is installed")
+    for call in (hr.read_into, hr.write_from):
+        with pytest.raises(ValueError, match=r"no CUDA bindings to follow it .*leave stream out"):
+            call(bytearray(5), path, stream=5)
+    assert path.read_bytes() == b"12345"

@@ -157,8 +157,8 @@ def open_exchange(
     OSError
         As `Replacement`; another save into the directory is under way (EBUSY).
     """
-    _make_directory(directory, files, fsync=fsync)
     with contextlib.ExitStack() as stack:
+        stack.enter_context(_directory(directory, files, fsync=fsync))
         stack.enter_context(_alone(directory, files))
         yield Exchange(directory, layouts, metadata, files, stack, fsync=fsync)
 
@@ -300,17 +300,28 @@ def _alone(directory: str, files: Files) -> Iterator[None]:
         files.close(fd)
 
 
-def _make_directory(directory: str, files: Files, *, fsync: bool) -> None:
-    """Make a directory, or what a link to one names, and its parents where they are missing."""
+@contextlib.contextmanager
+def _directory(directory: str, files: Files, *, fsync: bool) -> Iterator[None]:
+    """Make a directory, or what a link to one names, and its parents where they are missing.
+
+    Where the block fails, those that were made here go again, unless others use them.
+    """
     missing = []
     directory = path = os.path.realpath(directory)
     while not os.path.exists(path):
         missing.append(path)
         path = os.path.dirname(path)
-    os.makedirs(directory, exist_ok=True)
-    if fsync:
+    try:
+        os.makedirs(directory, exist_ok=True)
+        if fsync:
+            for made in missing:
+                files.sync_directory(os.path.dirname(made))
+        yield
+    except BaseException:
         for made in missing:
-            files.sync_directory(os.path.dirname(made))
+            with contextlib.suppress(OSError):  # not there, or not empty: not ours any more
+                os.rmdir(made)
+        raise
 
 
 def _remove(directory: str, names: Collection[str], files: Files) -> None:

@@ -20,6 +20,8 @@ class Options:
 
     Raises
     ------
+    TypeError
+        A number is none.
     ValueError
         A field is out of its range.
     """
@@ -33,8 +35,8 @@ class Options:
     policy: Policy = "speed"
     """"cpu" spends fewer CPU seconds for each byte; "auto" does so when the CPUs are busy."""
     mapped_nbytes: int = 0
-    """Most resident file bytes that may stay registered with the GPU between calls, and so cannot
-    be reclaimed meanwhile; 0 releases them at the end of each call."""
+    """Most resident file bytes, rounded up to whole pages, that may stay registered with the GPU
+    between calls, and so cannot be reclaimed meanwhile; 0 releases them at the end of each call."""
     reuse: Reuse = "auto"
     """"once" keeps the page cache clean; "many" leaves the bytes in it for the next reader;
     "auto" takes whatever is fastest now."""
@@ -42,6 +44,8 @@ class Options:
     """True turns any downgrade from the first-choice route into `RouteUnavailable`."""
 
     def __post_init__(self) -> None:
+        for name in ("workers", "block_nbytes", "pinned_nbytes", "mapped_nbytes"):
+            _check_integer(name, getattr(self, name), may_be_none=name == "workers")
         if self.workers is not None and self.workers < 1:
             raise ValueError(f"workers is {self.workers}; it must be at least 1, or None")
         if self.block_nbytes < PAGE_NBYTES or self.block_nbytes % PAGE_NBYTES:
@@ -60,3 +64,9 @@ class Options:
             raise ValueError(f"policy is {self.policy!r}; it must be one of {get_args(Policy)}")
         if self.reuse not in get_args(Reuse):
             raise ValueError(f"reuse is {self.reuse!r}; it must be one of {get_args(Reuse)}")
+
+
+def _check_integer(name: str, value: object, *, may_be_none: bool) -> None:
+    is_integer = hasattr(value, "__index__") and not isinstance(value, bool)
+    if not is_integer and not (may_be_none and value is None):
+        raise TypeError(f"{name} is {value!r}; it must be an integer{' or None' * may_be_none}")

@@ -118,13 +118,23 @@ def make_request(
         stream=handle,
     )
     if handle is not None:
-        check_stream(handle, whole.device, load_cuda())
+        check_stream(handle, whole.device, _cuda_for_stream(call, load_cuda))
     first = operator.index(file_offset)
     if first < 0:
         raise ValueError(f"{call}: file_offset is {first}; it must not be negative")
     wanted = _check_length(call, buffer, whole, nbytes)
     part = replace(whole, nbytes=wanted, stream=whole.stream if handle is None else handle)
     return Request(part, name_path(path), first, handle)
+
+
+def _cuda_for_stream(call: str, load_cuda: LoadCuda) -> Cuda:
+    try:
+        return load_cuda()
+    except ImportError as error:
+        raise ValueError(
+            f"{call}: a stream is given, and there are no CUDA bindings to follow it ({error}); "
+            "leave stream out"
+        ) from error
 
 
 def _check_length(call: str, buffer: Any, whole: Buffer, nbytes: int | None) -> int:

@@ -362,7 +362,9 @@ def _end(crew: _Crew) -> None:
             continue
 
 
-def total(route: Route, tallies: Sequence[Tally], evidence: str, bounce: str = "") -> Stats:
+def total(
+    route: Route, tallies: Sequence[Tally], evidence: str, bounce: str = "", mode: str = ""
+) -> Stats:
     """Add up what the workers did."""
     return Stats(
         route=route,
@@ -372,4 +374,5 @@ def total(route: Route, tallies: Sequence[Tally], evidence: str, bounce: str = "
         cpu_seconds=sum(tally.cpu_seconds for tally in tallies),
         unaligned_nbytes=sum(tally.unaligned_nbytes for tally in tallies),
         bounce=bounce,
+        mode=mode,
     )

@@ -92,7 +92,7 @@ class MappedEngine:
                 self._cuda.synchronize_stream(stream)  # no copy may be left where nobody knows
                 raise
         evidence = "copies of registered pages, enqueued on the caller's stream and not waited for"
-        return total(self.route, [tally], evidence)
+        return total(self.route, [tally], evidence, mode="mapped (enqueued)")
 
     def _enqueue_all(self, cargo: Cargo, stream: int, tally: Tally) -> None:
         in_use: list[Window] = []

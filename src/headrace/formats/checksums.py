@@ -20,8 +20,8 @@ _PREFIX = "headrace.xxh3_64."
 _DIGEST = re.compile("[0-9a-f]{16}")
 _ENTRY = re.compile(r"([0-9a-f]{16}) ([A-Z][A-Z0-9_]*) (\[(?:[0-9]+(?:, [0-9]+)*)?\])")
 _NEXT_STEP = (
-    "copy or download the file again, or pass verify=False where a program changed tensors and "
-    "kept the metadata"
+    "copy or download the file again, or do not verify where a program changed tensors and kept "
+    "the metadata"
 )
 
 
@@ -171,8 +171,8 @@ def compare_checksums(stored: Sequence[StoredChecksum], digests: Sequence[str]) 
     )
     raise FormatError(
         f"{len(damaged)} of {len(stored)} tensors with a checksum are damaged: {files}; copy or "
-        "download the damaged files again, or pass verify=False where a program changed tensors "
-        "and kept the metadata"
+        "download the damaged files again, or do not verify where a program changed tensors and "
+        "kept the metadata"
     )
 
 
@@ -189,7 +189,7 @@ def _read_entry(path: str, name: str, text: str, spec: TensorSpec | None) -> str
             f"{path}: the checksum of tensor {name!r} is {text[:80]!r} ({len(text)} characters), "
             "not 16 hexadecimal digits in small letters, the dtype and the shape, as in "
             f"'0123456789abcdef F32 [2, 3]'; the metadata entry {_PREFIX + name!r} is damaged: "
-            "copy, download or write the file again, or pass verify=False"
+            "copy, download or write the file again, or do not verify"
         )
     digest, dtype, shape = match.groups()
     if spec is None:
