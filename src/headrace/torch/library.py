@@ -108,8 +108,9 @@ class Torch:
         place = str(device)
         dtype = getattr(torch, _ATTRIBUTES.get(spec.dtype, ""), None)
         if dtype is None:
+            what = f"tensor {spec.name!r}" if spec.name else "the array"
             raise FormatError(
-                f"tensor {spec.name!r} is of type {spec.dtype}, which torch {torch.__version__} "
+                f"{what} is of type {spec.dtype}, which torch {torch.__version__} "
                 "does not have; load it with headrace.numpy, or read its raw bytes"
             )
         if spec.order == "C":
