@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 from headrace.bindings.cuda import Cuda, CudaRuntime
@@ -235,9 +236,10 @@ class Equipment:
         if route is Route.MAPPED:
             from headrace.engines.mapped_writer import MappedWriter
 
-            is_alone = forced or self.prepare_ring(device.index) is not None
-            beside = None if is_alone else CachedWriter(self._borrow_ring())
-            return MappedWriter(self.load_cuda(), self._borrow_lanes(), beside)
+            cuda, lanes = self.load_cuda(), self._borrow_lanes()
+            if forced:
+                return MappedWriter(cuda, lanes)
+            return MappedWriter(cuda, lanes, partial(self._ring_writer, device))
         from headrace.engines.gds_writer import GdsWriter
 
         lease = self._borrow_lease()
@@ -343,6 +345,11 @@ class Equipment:
             with self._lock:
                 lanes = self._lanes = self._lanes or Lanes(self.load_cuda())
         return lanes
+
+    def _ring_writer(self, device: Device) -> Engine | None:
+        """What writes through the page cache; None where no memory can be page-locked for it."""
+        unlocked = self.prepare_ring(device.index)
+        return CachedWriter(self._borrow_ring()) if unlocked is None else None
 
     def _borrow_ring(self) -> Ring:
         options = self._options

@@ -178,27 +178,17 @@ class ReadTransfers(Transfers):
         forced: Route | None,
     ) -> tuple[Survey, Plan]:
         probes = self._probes(device, forced)
-        count = sum(map(len, wanted))
-        if not self._equipment.mapped_nbytes or count > _MOST_TENSORS:  # nothing to find or keep
-            return self._make_plan(sources, wanted, device, forced, probes)
+        few = sum(map(len, wanted)) <= _MOST_TENSORS
+        may_stay = bool(self._equipment.mapped_nbytes) and few  # else there is nothing to look for
         key = (tuple(source.identity for source in sources), wanted, device, forced)
-        known = self._known.find(key, sources, probes)
+        known = self._known.find(key, sources, probes) if may_stay else None
         if known is None:
-            known = self._make_plan(sources, wanted, device, forced, probes)
-            self._known.keep(key, *known)
+            system, granule = self._equipment.bindings.system, self._options.block_nbytes
+            found = survey(sources, wanted, system, probes, granule)
+            known = found, make_plan(found.files, device, self._options, forced)
+            if may_stay:
+                self._known.keep(key, *known)
         return known
-
-    def _make_plan(
-        self,
-        sources: tuple[Source, ...],
-        wanted: Sequence[tuple[TensorSpec, ...]],
-        device: Device,
-        forced: Route | None,
-        probes: GpuProbes,
-    ) -> tuple[Survey, Plan]:
-        system, granule = self._equipment.bindings.system, self._options.block_nbytes
-        found = survey(sources, wanted, system, probes, granule)
-        return found, make_plan(found.files, device, self._options, forced)
 
     @contextlib.contextmanager
     def _clearing_up(

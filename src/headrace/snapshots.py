@@ -14,7 +14,6 @@ from headrace.bindings.pymemory import view_memory
 from headrace.engines.base import Cargo, Job, Jobs, Tally, run_workers
 from headrace.memory.alignment import align_up
 from headrace.memory.buffer import Buffer
-from headrace.memory.pinned import Block
 from headrace.options import PAGE_NBYTES
 from headrace.planning.plan import Piece, Transfer
 from headrace.probing.machine import MachineFacts
@@ -140,10 +139,9 @@ class SnapshotTransfers(Transfers):
     def _drain(self, cargo: Cargo, base: int) -> None:
         """Copy from a GPU, through the ring."""
 
-        def spill(job: Job, block: Block) -> int:
-            # The first window starts a block, and so do all. What is between two pieces goes along:
-            # nobody looks at the end of a copy's last page.
-            _copy_memory(base + job.start, block.pointer, job.stop - job.start)
+        def spill(job: Job, view: memoryview) -> int:
+            # What is between two pieces goes along: nobody looks at the end of a copy's last page.
+            _copy_memory(base + job.start, view)
             return 0
 
         self._equipment.drain(cargo, spill)
@@ -155,16 +153,16 @@ def _move_host(cargo: Cargo, base: int) -> None:
     def work(jobs: Jobs, tally: Tally) -> None:
         while (job := jobs.take()) is not None:
             for target, source, nbytes in job.copies_out(cargo.buffers, base):
-                _copy_memory(target, source, nbytes)
+                _copy_memory(target, view_memory(source, nbytes))
                 tally.moved_nbytes += nbytes
 
     run_workers(work, cargo)
 
 
-def _copy_memory(destination: int, source: int, nbytes: int) -> None:
+def _copy_memory(destination: int, source: memoryview) -> None:
     """Copy host memory; NumPy lets other threads run meanwhile."""
-    into = np.frombuffer(view_memory(destination, nbytes), np.uint8)
-    into[:] = np.frombuffer(view_memory(source, nbytes), np.uint8)
+    into = np.frombuffer(view_memory(destination, len(source)), np.uint8)
+    into[:] = np.frombuffer(source, np.uint8)
 
 
 def _string_together(buffers: dict[int, Buffer]) -> tuple[dict[int, int], int]:

@@ -44,6 +44,10 @@ class FileStatus(NamedTuple):
     uid: int
     """Owner."""
 
+    def is_same_file(self, other: FileStatus) -> bool:
+        """Whether both are of one file, in whatever state."""
+        return (self.device, self.inode) == (other.device, other.inode)
+
 
 @dataclass(frozen=True, slots=True)
 class DirectAlignment:

@@ -42,11 +42,8 @@ class CachedWriter:
     def run(self, cargo: Cargo) -> Stats:
         """See `Engine.run`."""
 
-        def spill(job: Job, block: Block) -> int:
-            transfer, start, stop = job
-            lead = start % cargo.block_nbytes
-            view = block.view[lead : lead + stop - start]
-            cargo.sinks[transfer.source].write([view], start)
+        def spill(job: Job, view: memoryview) -> int:
+            cargo.sinks[job.transfer.source].write([view], job.start)
             return 0
 
         return total(

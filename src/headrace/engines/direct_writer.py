@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from functools import partial
 
 from headrace.bindings.posix import DirectAlignment
 from headrace.bindings.pymemory import address_of, map_pages
@@ -15,7 +16,6 @@ from headrace.engines.base import Cargo, Job, Jobs, Stats, Tally, run_workers, t
 from headrace.engines.host import piece_view
 from headrace.engines.ring import Ring
 from headrace.memory.alignment import align_down, align_up
-from headrace.memory.pinned import Block
 from headrace.options import PAGE_NBYTES
 from headrace.storage.sink import Sink
 from headrace.types import Route
@@ -46,13 +46,9 @@ class DirectWriter:
             bounce = "the page cache, or a block of host memory for each worker" if bounced else ""
             return total(self.route, tallies, "O_DIRECT pwritev out of host memory", bounce)
 
-        def spill(job: Job, block: Block) -> int:
-            lead = job.start % cargo.block_nbytes
-            return self._write(cargo, job, block.view[lead : lead + job.stop - job.start])
-
         return total(
             self.route,
-            self._ring.drain(cargo, spill),
+            self._ring.drain(cargo, partial(self._write, cargo)),
             "copied from the GPU into the ring, O_DIRECT pwritev out of it",
             self._ring.bounce,
         )

@@ -276,8 +276,7 @@ def _read_descriptor(source: Source) -> Iterator[int]:
         yield source.fd
         return
     try:
-        ours, named = files.status(source.fd), files.status(fd)
-        if (ours.device, ours.inode) != (named.device, named.inode):
+        if not source.identity.is_same_file(files.status(fd)):
             source.verify_unchanged()
         yield fd
     finally:

@@ -16,7 +16,7 @@ import contextlib
 import errno
 import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from headrace.bindings.cuda import Cuda
@@ -35,6 +35,9 @@ WINDOW_NBYTES = 64 << 20
 MAPPERS = 4
 """Most workers that map: they take pages from one file, and more of them wait for each other."""
 
+FindEngine = Callable[[], Engine | None]
+"""Gives an engine, or None where there is none."""
+
 
 class MappedWriter:
     """`Engine` from a GPU into files that live in memory.
@@ -46,12 +49,13 @@ class MappedWriter:
     lanes
         Where the streams come from.
     beside
-        Writes what one of the workers takes, without mapping; None has everything mapped.
+        Gives what writes, without mapping, the part that one of the workers takes, or None to have
+        all mapped; asked only where there is enough for every worker.
     """
 
     route = Route.MAPPED
 
-    def __init__(self, cuda: Cuda, lanes: Lanes, beside: Engine | None = None) -> None:
+    def __init__(self, cuda: Cuda, lanes: Lanes, beside: FindEngine = lambda: None) -> None:
         self._cuda = cuda
         self._lanes = lanes
         self._beside = beside
@@ -68,19 +72,18 @@ class MappedWriter:
             cargo.sinks[transfer.source].extend(transfer.file_range.stop)
         jobs = Jobs(cargo.transfers, WINDOW_NBYTES)
         workers = min(MAPPERS + 1, cargo.workers)
-        beside = self._beside if 1 < workers < len(jobs) else None
-        numbers, others = itertools.count(1), list[tuple[Tally, Stats]]()
+        beside = self._beside() if 1 < workers < len(jobs) else None
+        numbers, mapped, others = itertools.count(1), list[Tally](), list[tuple[Tally, Stats]]()
 
         def work(jobs: Jobs, tally: Tally) -> None:
             # The last to come, so that all is mapped where the system gives too few threads.
             if next(numbers) == workers and beside is not None:
                 others.extend(_write_beside(beside, cargo, jobs, tally))
             else:
+                mapped.append(tally)
                 self._write_mapped(cargo, jobs, tally)
 
-        tallies = share_out(work, jobs, replace(cargo, workers=workers))
-        other = {id(tally) for tally, _ in others}
-        mapped = [tally for tally in tallies if id(tally) not in other]
+        share_out(work, jobs, replace(cargo, workers=workers))
         done = total(self.route, mapped, "the GPU wrote into the pages of the file itself")
         told = (replace(stats, cpu_seconds=tally.cpu_seconds) for tally, stats in others)
         return replace(done, beside=tuple(told))

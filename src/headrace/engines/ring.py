@@ -25,10 +25,8 @@ from headrace.memory.pinned import Block, PinnedPool
 Fill = Callable[[Job, Block], int]
 """Reads the window of a job into a block; returns the file offset of the block's first byte."""
 
-Spill = Callable[[Job, Block], int]
-"""Writes the window of a job out of a block; returns how many bytes were not aligned for the route.
-
-The block stands for the file from the multiple of `Cargo.block_nbytes` at or below the window."""
+Spill = Callable[[Job, memoryview], int]
+"""Writes the window of a job, given its bytes; how many of them were not aligned for the route."""
 
 IsAligned = Callable[[Job], bool]
 """Whether a job's window is aligned for the route as it is."""
@@ -152,8 +150,11 @@ class Ring:
                 self._wait_if_unlocked(cargo.fence)
                 is_worth_more = partial(_is_job_for_each, jobs, cargo.workers)
                 for slot in self._free_slots(lane, is_worth_more, give_back):
-                    if slot.stream in filled:
-                        _spill_one(spill, filled.pop(slot.stream), slot.block, tally)
+                    earlier = filled.pop(slot.stream, None)
+                    if earlier is not None:
+                        lead = earlier.start % cargo.block_nbytes
+                        view = slot.block.view[lead : lead + earlier.stop - earlier.start]
+                        _spill_one(spill, earlier, view, tally)
                     job = jobs.take()
                     if job is not None:
                         base = slot.block.pointer - align_down(job.start, cargo.block_nbytes)
@@ -285,8 +286,8 @@ def _side_by_side(parts: Iterable[Part]) -> Iterator[tuple[Part, int]]:
         offset += part.nbytes
 
 
-def _spill_one(spill: Spill, job: Job, block: Block, tally: Tally) -> None:
+def _spill_one(spill: Spill, job: Job, view: memoryview, tally: Tally) -> None:
     began = perf_counter()
-    tally.unaligned_nbytes += spill(job, block)
+    tally.unaligned_nbytes += spill(job, view)
     tally.file_seconds += perf_counter() - began
     tally.moved_nbytes += job.stop - job.start

@@ -205,11 +205,11 @@ class Mappings:
 
     def forget_older(self, identity: FileStatus) -> None:
         """Release kept windows of the same file in another state: they may hold old bytes."""
-        self._forget(lambda kept: _same_file(kept, identity) and kept != identity)
+        self._forget(lambda kept: kept.is_same_file(identity) and kept != identity)
 
     def forget_file(self, identity: FileStatus) -> None:
         """Release every kept window of a file."""
-        self._forget(lambda kept: _same_file(kept, identity))
+        self._forget(identity.is_same_file)
 
     def _forget(self, is_stale: Callable[[FileStatus], bool]) -> None:
         with self._lock:
@@ -263,7 +263,3 @@ def _drop_kept(cuda: Cuda, kept: OrderedDict[WindowKey, Window]) -> None:
     windows = tuple(kept.values())
     kept.clear()
     _drop_all(cuda, windows)
-
-
-def _same_file(one: FileStatus, other: FileStatus) -> bool:
-    return (one.device, one.inode) == (other.device, other.inode)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from headrace.options import Options
 from headrace.planning.coalesce import split
-from headrace.planning.plan import Piece, Plan, Rejection, Transfer
-from headrace.planning.route import Amount, Facts, choose
+from headrace.planning.plan import Piece, Plan, Transfer
+from headrace.planning.route import Amount, Choice, Facts, choose, gather
 from headrace.storage.residency import Residency
 from headrace.types import ByteRange, Device, Route
 
@@ -51,9 +51,7 @@ def make_plan(
     RouteUnavailable
         As `choose`.
     """
-    transfers: list[Transfer] = []
-    rejected: dict[Rejection, None] = {}
-    downgrades: dict[Rejection, None] = {}
+    chosen: list[tuple[Transfer, Choice]] = []
     amount = Amount(
         nbytes=sum(piece.nbytes for file in files for piece in file.pieces),
         missing_nbytes=sum(
@@ -67,16 +65,10 @@ def make_plan(
         for stretch, pieces in split(file.pieces, file.residency.stretches):
             choice = choose(stretch.resident, amount, device, file.facts, options, forced)
             clean = options.reuse == "once" and stretch.resident is False
-            transfers.append(Transfer(source, choice.route, choice.why, pieces, clean))
-            rejected.update(dict.fromkeys(choice.rejections))
-            if choice.downgrade:
-                downgrades[choice.downgrade] = None
-    return Plan(
-        transfers=tuple(transfers),
-        rejected=tuple(rejected),
-        downgrades=tuple(downgrades),
-        resident_nbytes=sum(
-            min(file.residency.resident_nbytes, sum(piece.nbytes for piece in file.pieces))
-            for file in files
-        ),
+            transfer = Transfer(source, choice.route, choice.why, pieces, clean)
+            chosen.append((transfer, choice))
+    resident_nbytes = sum(
+        min(file.residency.resident_nbytes, sum(piece.nbytes for piece in file.pieces))
+        for file in files
     )
+    return gather(chosen, resident_nbytes)

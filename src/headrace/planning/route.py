@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from headrace.errors import RouteUnavailable
 from headrace.options import Options
 from headrace.planning.effort import is_thrifty
-from headrace.planning.plan import Rejection
+from headrace.planning.plan import Plan, Rejection, Transfer
 from headrace.probing.fact import Fact
 from headrace.probing.machine import MachineFacts
 from headrace.probing.volume import VolumeFacts
@@ -256,6 +257,18 @@ def _not_preferred(
         others[Route.MAPPED] = Rejection(Route.MAPPED, slower, remedy, ruled_out=False)
     del others[first]
     return others
+
+
+def gather(chosen: Iterable[tuple[Transfer, Choice]], resident_nbytes: int) -> Plan:
+    """Put transfers, and the choices of their routes, into a plan; each reason once."""
+    pairs = tuple(chosen)
+    choices = [choice for _, choice in pairs]
+    return Plan(
+        transfers=tuple(transfer for transfer, _ in pairs),
+        rejected=tuple(dict.fromkeys(r for choice in choices for r in choice.rejections)),
+        downgrades=tuple(dict.fromkeys(c.downgrade for c in choices if c.downgrade)),
+        resident_nbytes=resident_nbytes,
+    )
 
 
 def take_forced(forced: Route, cannot: dict[Route, Rejection]) -> Choice:

@@ -13,6 +13,7 @@ from headrace.planning.route import (
     Choice,
     Facts,
     all_reasons,
+    gather,
     impossible_routes,
     in_order,
     rule_for,
@@ -57,18 +58,13 @@ def make_write_plan(
     RouteUnavailable
         As `choose_write`.
     """
-    transfers: list[Transfer] = []
-    rejected: dict[Rejection, None] = {}
-    downgrades: dict[Rejection, None] = {}
+    chosen: list[tuple[Transfer, Choice]] = []
     nbytes = sum(piece.nbytes for file in files for piece in file.pieces)
     for sink, file in enumerate(files):
         for device, pieces in _runs(file.pieces, devices):
             choice = choose_write(nbytes, device, file.facts, options, forced)
-            transfers.append(Transfer(sink, choice.route, choice.why, pieces))
-            rejected.update(dict.fromkeys(choice.rejections))
-            if choice.downgrade:
-                downgrades[choice.downgrade] = None
-    return Plan(tuple(transfers), tuple(rejected), tuple(downgrades), resident_nbytes=0)
+            chosen.append((Transfer(sink, choice.route, choice.why, pieces), choice))
+    return gather(chosen, resident_nbytes=0)
 
 
 def choose_write(

@@ -104,7 +104,7 @@ class OpenFile(ABC):
         self._check_same(named)
 
     def _check_same(self, found: FileStatus) -> None:
-        if (found.device, found.inode) != (self._opened.device, self._opened.inode):
+        if not self._opened.is_same_file(found):
             raise self._changed("it was replaced by another file")
 
     @abstractmethod

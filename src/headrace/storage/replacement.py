@@ -213,10 +213,9 @@ class Replacement:
                 raise
             return True  # where nobody can lock, nobody takes it for a dead writer's
         try:
-            named = self._files.path_status(sink.path)
+            return sink.identity.is_same_file(self._files.path_status(sink.path))
         except FileNotFoundError:
             return False
-        return (named.device, named.inode) == (sink.identity.device, sink.identity.inode)
 
     def _set_permissions(self) -> None:
         fd, wanted = self._sink.fd, self._mode

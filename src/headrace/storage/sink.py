@@ -233,8 +233,7 @@ class Sink(OpenFile):
     def _remove(self) -> None:
         """Remove the file, unless somebody did, or put another one there."""
         with suppress(FileNotFoundError, NotADirectoryError):
-            named = self._files.path_status(self.path)
-            if (named.device, named.inode) == (self.identity.device, self.identity.inode):
+            if self.identity.is_same_file(self._files.path_status(self.path)):
                 self._files.remove(os.path.realpath(self.path))
 
     def _open(self) -> int:
