@@ -10,7 +10,6 @@ import contextlib
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import ClassVar
 
@@ -25,6 +24,7 @@ from headrace.memory.buffer import Buffer
 from headrace.memory.registrations import Registrations
 from headrace.options import PAGE_NBYTES
 from headrace.planning.plan import Piece, Rejection
+from headrace.storage.open_file import OpenFile
 from headrace.storage.source import Source
 from headrace.types import Route
 
@@ -138,8 +138,8 @@ class GdsTransfer(ABC):
         """Move one piece of one file until it is whole."""
 
     @abstractmethod
-    def _descriptor(self, cargo: Cargo, index: int) -> AbstractContextManager[int]:
-        """A descriptor of a file for cuFile, best one with O_DIRECT."""
+    def _file(self, cargo: Cargo, index: int) -> OpenFile:
+        """One of the files, which are open with O_DIRECT where they can be: cuFile prefers that."""
 
     @abstractmethod
     def _unaligned_nbytes(self, piece: Piece, buffers: Sequence[Buffer]) -> int:
@@ -161,8 +161,10 @@ class GdsTransfer(ABC):
         with contextlib.ExitStack() as stack:
             handles = {}
             for index in dict.fromkeys(transfer.source for transfer in cargo.transfers):
-                fd = stack.enter_context(self._descriptor(cargo, index))
-                handles[index] = self._register(fd)
+                file = self._file(cargo, index)
+                handles[index] = self._register(
+                    file.fd if file.direct_fd is None else file.direct_fd
+                )
                 stack.callback(self._cufile.deregister_handle, handles[index])
             yield handles
 
@@ -258,29 +260,12 @@ class GdsEngine(GdsTransfer):
                 raise _ended(source, piece, done)
             done += count
 
-    def _descriptor(self, cargo: Cargo, index: int) -> AbstractContextManager[int]:
-        return _read_descriptor(cargo.sources[index])
+    def _file(self, cargo: Cargo, index: int) -> OpenFile:
+        return cargo.sources[index]
 
     def _unaligned_nbytes(self, piece: Piece, buffers: Sequence[Buffer]) -> int:
         address = buffers[piece.buffer].pointer + piece.buffer_offset
         return piece.nbytes if (piece.file_offset | piece.nbytes | address) % PAGE_NBYTES else 0
-
-
-@contextlib.contextmanager
-def _read_descriptor(source: Source) -> Iterator[int]:
-    """Open a source once more with O_DIRECT, which cuFile likes best; else its own descriptor."""
-    files, fd = source.files, None
-    with contextlib.suppress(OSError):
-        fd = files.open(source.path, direct=True)
-    if fd is None:
-        yield source.fd
-        return
-    try:
-        if not source.identity.is_same_file(files.status(fd)):
-            source.verify_unchanged()
-        yield fd
-    finally:
-        files.close(fd)
 
 
 def _ended(source: Source, piece: Piece, done: int) -> ShortRead:

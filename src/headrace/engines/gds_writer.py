@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from headrace.engines.base import Cargo
@@ -18,6 +17,7 @@ from headrace.memory.alignment import align_down, align_up
 from headrace.memory.buffer import Buffer
 from headrace.options import PAGE_NBYTES
 from headrace.planning.plan import Piece
+from headrace.storage.open_file import OpenFile
 from headrace.storage.sink import Sink
 
 
@@ -80,9 +80,8 @@ class GdsWriter(GdsTransfer):
         with self._ring.fetch(buffer.device.index, place, stop - start) as view:
             sink.write([view], start)
 
-    def _descriptor(self, cargo: Cargo, index: int) -> AbstractContextManager[int]:
-        sink = cargo.sinks[index]
-        return nullcontext(sink.fd if sink.direct_fd is None else sink.direct_fd)
+    def _file(self, cargo: Cargo, index: int) -> OpenFile:
+        return cargo.sinks[index]
 
     def _unaligned_nbytes(self, piece: Piece, buffers: Sequence[Buffer]) -> int:
         address = buffers[piece.buffer].pointer + piece.buffer_offset - piece.file_offset
