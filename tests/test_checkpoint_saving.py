@@ -199,7 +199,7 @@ def test_old_shard_that_cannot_be_removed_is_told_in_the_log(
     hn.save(OLD, tmp_path)
     with hr.Context(files=FaultyFiles(fail={"remove": errno.EPERM})) as context:
         hn.save(NEW, tmp_path, context=context)
-    assert "model-00001-of-00001.safetensors is of an older checkpoint" in caplog.text
+    assert "model-00001-of-00001.safetensors is of no use any more" in caplog.text
     assert same(hn.load(tmp_path), NEW)
 
 
@@ -295,17 +295,64 @@ def test_killed_at_any_call_the_directory_holds_the_old_or_the_new_checkpoint(
         seen.append(is_whole(got, NEW))
         assert seen[-1] or is_whole(got, old), f"killed at {number}: {listing(directory)}"
         assert files.open_descriptors == ()
-        left = set(listing(directory))
         hn.save(OLD, directory, max_shard_nbytes=700)
         assert same(hn.load(directory), OLD)
         assert strangers <= listing(directory)
         after = listing(directory) - {INDEX} - strangers - shards_of(directory)
-        # Killed when only the old shards were still to be removed; see _remove_leftovers.
-        assert after <= {n for n in left if seen[-1] and prepare is first_save}
-        assert not [name for name in after if name.startswith(".")]
+        assert after == set()
     assert len(seen) > 20
     assert seen == sorted(seen)
     assert same(hn.load(directory), NEW)
+
+
+class Nth(FaultyFiles):
+    """Raises an error at the so many-th call that puts a name in place, before or after it."""
+
+    def __init__(self, number: int, error: BaseException, *, after: bool = False) -> None:
+        super().__init__()
+        self.left, self.error, self.after = number, error, after
+
+    def _count(self, call: Callable[[], None]) -> None:
+        self.left -= 1
+        if self.left == 0 and not self.after:
+            raise self.error
+        call()
+        if self.left == 0:
+            raise self.error
+
+    def rename(self, source: str, target: str) -> None:
+        self._count(lambda: super(Nth, self).rename(source, target))
+
+    def sync_directory(self, path: str) -> None:
+        self._count(lambda: super(Nth, self).sync_directory(path))
+
+
+@STATES
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("error", [OSError(errno.EIO, "EIO"), KeyboardInterrupt()], ids=["io", "c"])
+def test_failed_at_any_name_the_directory_is_as_it_was_or_has_the_new_checkpoint(
+    tmp_path: Path, prepare: Prepare, error: BaseException, after: bool
+) -> None:
+    ends = []
+    for number in range(1, MOST_CALLS):
+        directory = tmp_path / str(number)
+        old = prepare(directory)
+        before = listing(directory) if directory.exists() else None
+        with hr.Context(files=Nth(number, error, after=after)) as context:
+            try:
+                hn.save(NEW, directory, max_shard_nbytes=500, context=context)
+            except type(error):
+                pass
+            else:
+                break
+        ends.append(is_whole(found(directory), NEW))
+        if not ends[-1]:
+            assert is_whole(found(directory), old)
+            assert (listing(directory) if directory.exists() else None) == before
+        hn.save(OLD, directory, max_shard_nbytes=700)
+        assert not [name for name in listing(directory) if name.startswith(".")]
+    assert ends == sorted(ends)
+    assert (ends.count(False) >= 5, len(ends) >= 8) == (True, True)
 
 
 @STATES
@@ -370,7 +417,8 @@ def test_everything_is_synced_before_the_index_names_it(tmp_path: Path) -> None:
         hn.save(NEW, tmp_path, max_shard_nbytes=500, context=context)
     count = len(shards_of(tmp_path))
     kinds = ["index" if INDEX in path else path.split("/")[-1][:6] for path in files.synced]
-    assert kinds == [".model"] * count + ["directory"[:6], "index", "directory"[:6]]
+    record = ["..head", "direct"]
+    assert kinds == [".model"] * count + [*record, "direct", "index", "direct"]
 
 
 def test_second_save_at_the_same_time_is_refused(tmp_path: Path) -> None:

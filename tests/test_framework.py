@@ -169,7 +169,7 @@ def test_missing_tensor_is_a_key_error_before_anything_is_allocated(
 
 
 def test_names_as_one_string_are_a_type_error(model: Path, cuda: FakeCuda) -> None:
-    with pytest.raises(TypeError, match="names is the string 'bias'; pass a list"):
+    with pytest.raises(TypeError, match="names is 'bias'; pass a list"):
         framework.load(Library(cuda), model, names="bias")
 
 

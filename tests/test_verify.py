@@ -254,7 +254,7 @@ def test_without_the_library_no_byte_is_read(
     monkeypatch.setitem(sys.modules, "xxhash", None)
     files = FaultyFiles()
     with hr.Context(files=files) as context:
-        with pytest.raises(ImportError, match=r"headrace\[checksum\]"):
+        with pytest.raises(ImportError, match=r"extra \[checksum\]"):
             load(tmp_path / "model.safetensors", context=context)
         assert (files.reads, files.nbytes_read) == (0, 0)
         load(tmp_path / "model.safetensors", context=context, verify=False)

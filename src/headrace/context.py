@@ -20,6 +20,7 @@ from headrace.observers import Observers, Publisher, process_observers
 from headrace.options import Options
 from headrace.planning.route import parse_route
 from headrace.probing.fact import Fact
+from headrace.probing.gpu import find_pointer_device
 from headrace.progress import OnProgress
 from headrace.read_transfers import Allocate, ReadTransfers
 from headrace.report import Explanation, Report, Snapshot
@@ -68,6 +69,8 @@ class Context:
         cufile_environment: Mapping[str, str] | None = None,
         observers: Observers | None = None,
     ) -> None:
+        if options is not None and not isinstance(options, Options):
+            raise TypeError(f"options is {options!r}; pass a headrace.Options")
         self.options = options or Options()
         self.observers = observers or process_observers()
         self.bindings = Bindings(
@@ -196,7 +199,9 @@ class Context:
         """Checks what one buffer and one stretch of a file ask for: `make_request`."""
         from headrace.requests import make_request
 
-        return functools.partial(make_request, load_cuda=self._equipment.load_cuda)
+        load_cuda = self._equipment.load_cuda
+        find = functools.partial(find_pointer_device, load_cuda)
+        return functools.partial(make_request, load_cuda=load_cuda, pointer_device=find)
 
     def read(self, request: Request, *, route: str = "auto", fence: Fence | None = None) -> Report:
         """Read a stretch of a file into a buffer; see `headrace.read_into`."""
@@ -354,6 +359,21 @@ class Context:
         """
         with self._usage.transfer():
             return self._reads.explain(want, device, parse_route(route))
+
+
+def choose_context(context: Context | None) -> Context:
+    """The context that a caller gave, or else the default one.
+
+    Raises
+    ------
+    TypeError
+        It is something else.
+    """
+    if context is None:
+        return default_context()
+    if not isinstance(context, Context):
+        raise TypeError(f"context is {context!r}; pass a headrace.Context, which takes options=")
+    return context
 
 
 def default_context() -> Context:

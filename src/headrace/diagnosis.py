@@ -10,7 +10,7 @@ from typing import Any
 
 from headrace.bindings.posix import PosixFiles
 from headrace.bindings.sysfs import Linux
-from headrace.context import Context, default_context
+from headrace.context import Context, choose_context
 from headrace.probing.alignment import Alignment, find_alignment
 from headrace.probing.examination import Instruments, examine
 from headrace.probing.fact import Fact
@@ -100,7 +100,7 @@ def doctor(
         There is nothing at the path, or neither a file nor a folder.
     """
     if instruments is None:
-        instruments = (context or default_context()).instruments()
+        instruments = choose_context(context).instruments()
     found = examine(None if path is None else os.fspath(path), instruments)
     return Diagnosis(found.facts, found.routes)
 
@@ -116,7 +116,7 @@ def alignment(path: PathLike) -> Alignment:
     Raises
     ------
     FileNotFoundError, PermissionError, OSError
-        As the operating system says.
+        As the operating system says; OSError also for a device or a pipe.
     """
     return find_alignment(os.fspath(path), PosixFiles(), Linux())
 

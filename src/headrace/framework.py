@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from headrace.context import Context, default_context
+from headrace.context import Context, choose_context
 from headrace.errors import FormatError
 from headrace.formats.catalog import Catalog, TensorSpec
 from headrace.formats.dtypes import dtype_name, is_subbyte, itembits
@@ -104,10 +104,8 @@ def load(
     context: Context | None = None,
 ) -> dict[str, Array]:
     """Load the tensors of safetensors files; see ``headrace.torch.load`` for the parameters."""
-    if isinstance(names, str):
-        raise TypeError(f"names is the string {names!r}; pass a list of tensor names")
     want = want_checkpoint(source, names, verify=verify)
-    context = context or default_context()
+    context = choose_context(context)
     order = choose_stream(framework, stream, context)
     return _load(framework, want, device, route, progress, order, context)
 
@@ -148,7 +146,7 @@ def read(
         )
 
     want = Want(where, (where,), describe)
-    context = context or default_context()
+    context = choose_context(context)
     order = choose_stream(framework, stream, context)
     return _load(framework, want, device, route, progress, order, context)[""]
 
@@ -162,7 +160,7 @@ def aligned_empty(framework: Framework[Array], nbytes: int, device: Any = None) 
     spec = TensorSpec("", "U8", (room,), ByteRange(0, room))
     whole: Any = framework.empty(spec, framework.parse_device(device))
     lead = -framework.pointer(whole) % PAGE_NBYTES
-    part: Array = whole[lead : lead + wanted]
+    part: Array = whole[lead:][:wanted]  # in this order: an empty slice forgets where it starts
     return part
 
 

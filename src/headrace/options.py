@@ -21,7 +21,7 @@ class Options:
     Raises
     ------
     TypeError
-        A number is none.
+        A number or a bool is none.
     ValueError
         A field is out of its range.
     """
@@ -44,8 +44,7 @@ class Options:
     """True turns any downgrade from the first-choice route into `RouteUnavailable`."""
 
     def __post_init__(self) -> None:
-        for name in ("workers", "block_nbytes", "pinned_nbytes", "mapped_nbytes"):
-            _check_integer(name, getattr(self, name), may_be_none=name == "workers")
+        _check_types(self)
         if self.workers is not None and self.workers < 1:
             raise ValueError(f"workers is {self.workers}; it must be at least 1, or None")
         if self.block_nbytes < PAGE_NBYTES or self.block_nbytes % PAGE_NBYTES:
@@ -64,6 +63,13 @@ class Options:
             raise ValueError(f"policy is {self.policy!r}; it must be one of {get_args(Policy)}")
         if self.reuse not in get_args(Reuse):
             raise ValueError(f"reuse is {self.reuse!r}; it must be one of {get_args(Reuse)}")
+
+
+def _check_types(options: Options) -> None:
+    for name in ("workers", "block_nbytes", "pinned_nbytes", "mapped_nbytes"):
+        _check_integer(name, getattr(options, name), may_be_none=name == "workers")
+    if not isinstance(options.strict, bool):
+        raise TypeError(f"strict is {options.strict!r}; it must be True or False")
 
 
 def _check_integer(name: str, value: object, *, may_be_none: bool) -> None:

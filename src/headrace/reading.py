@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from headrace.context import Context, default_context
+from headrace.context import Context, choose_context
 from headrace.observers import Trace
 from headrace.report import Explanation, Report
 from headrace.survey import PathLike, SourceLike, want_any
@@ -69,7 +69,7 @@ def read_into(
     ValueError
         The stream belongs to another device; a number is negative.
     """
-    context = context or default_context()
+    context = choose_context(context)
     request = context.request(
         "read_into", buffer, path, file_offset=file_offset, nbytes=nbytes, stream=stream
     )
@@ -132,7 +132,7 @@ def write_from(
     ValueError
         The stream belongs to another device; a number is negative.
     """
-    context = context or default_context()
+    context = choose_context(context)
     request = context.request(
         "write_from",
         buffer,
@@ -175,7 +175,7 @@ def explain(
     RouteUnavailable, FormatError, KeyError, OSError, ValueError
         What the load would raise before its first byte.
     """
-    context = context or default_context()
+    context = choose_context(context)
     return context.explain(
         want_any(source, raw=raw, names=names), _pick_device(device, context), route=route
     )

@@ -24,7 +24,7 @@ from headrace.write_transfers import Delivery
 _MOST_NBYTES = (1 << 63) - 1  # file offsets are signed in every call
 
 LoadCuda = Callable[[], Cuda]
-"""Gives the CUDA bindings, which only arrays and streams of a GPU need."""
+"""Gives the CUDA bindings, which only streams need here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +90,7 @@ def make_request(
     nbytes: int | None,
     stream: Any,
     load_cuda: LoadCuda,
+    pointer_device: Callable[[int], int | None],
     writable: bool = True,
 ) -> Request:
     """Check what a caller asks for; nothing is opened.
@@ -102,21 +103,18 @@ def make_request(
         As for `headrace.read_into` and `headrace.write_from`.
     load_cuda
         Gives the CUDA bindings.
+    pointer_device
+        Tells which GPU memory is on; None for host memory.
     writable
         Whether bytes are to be put into the buffer.
 
     Raises
     ------
-    BufferMismatch, TypeError, ValueError
+    BufferMismatch, RouteUnavailable, TypeError, ValueError
         As those say.
     """
     handle = None if stream is None else parse_stream(stream)
-    whole = buffer_from(
-        buffer,
-        lambda pointer: load_cuda().pointer_device(pointer),
-        writable=writable,
-        stream=handle,
-    )
+    whole = buffer_from(buffer, pointer_device, writable=writable, stream=handle)
     if handle is not None:
         check_stream(handle, whole.device, _cuda_for_stream(call, load_cuda))
     first = operator.index(file_offset)

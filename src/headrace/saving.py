@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic
 
-from headrace.context import Context, default_context
+from headrace.context import Context, choose_context
 from headrace.engines.lanes import Fence
 from headrace.formats.catalog import TensorSpec
 from headrace.formats.checksums import store_checksums
@@ -102,7 +102,7 @@ def save_file(
     context: Context | None,
 ) -> Report:
     """Save tensors to one file; see ``headrace.torch.save_file`` for the parameters."""
-    context = context or default_context()
+    context = choose_context(context)
     taken = take(framework, tensors, stream, context)
     return write_file(taken, path, metadata, manner, progress=progress, context=context)
 
@@ -119,7 +119,7 @@ def save_file_async(
     context: Context | None,
 ) -> TransferFuture:
     """Save a snapshot in the background; see ``headrace.torch.save_file_async``."""
-    context = context or default_context()
+    context = choose_context(context)
     target = absolute(path)
     parse_route(manner.route)
     stream_of = choose_stream(framework, stream, context)
@@ -295,7 +295,7 @@ def write(
     context: Context | None,
 ) -> Report:
     """Write the bytes of one array; see ``headrace.torch.write`` for the parameters."""
-    context = context or default_context()
+    context = choose_context(context)
     label, start = name_path(path), operator.index(file_offset)
     if start < 0:
         raise ValueError(f"file_offset is {start}; it must not be negative")

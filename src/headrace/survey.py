@@ -117,11 +117,12 @@ def want_checkpoint(
 
     Raises
     ------
-    FileNotFoundError, FormatError, ValueError
-        As `headrace.formats.checkpoint.find_files`.
+    FileNotFoundError, FormatError, TypeError, ValueError
+        As `headrace.formats.checkpoint.find_files`; TypeError also where names are no names.
     """
-    chosen = None if names is None else frozenset(names)
-    label, paths = name_source(source), find_files(source)
+    chosen = _choose_names(names)
+    paths = find_files(source)
+    label = name_source(source)
 
     def describe(opened: Sequence[Source]) -> tuple[Catalog, ...]:
         catalogs = read_checkpoint(source, {each.path: each.fd for each in opened})
@@ -150,15 +151,15 @@ def want_any(source: SourceLike, *, raw: bool = False, names: Sequence[str] | No
     ValueError
         Names are given for what has none.
     """
-    path = name_source(source)
-    is_npy = isinstance(source, (str, os.PathLike)) and path.lower().endswith(".npy")
-    if names is not None and (raw or is_npy):
+    is_npy = isinstance(source, (str, os.PathLike)) and name_path(source).lower().endswith(".npy")
+    if not raw and not is_npy:
+        return want_checkpoint(source, names)
+    path = name_path(source)  # type: ignore[arg-type]  # of several, it refuses
+    if names is not None:
         raise ValueError(f"{path}: names choose tensors of safetensors sources only")
     if raw:
         return Want(path, (path,), lambda opened: (describe_raw(path, opened[0].nbytes),))
-    if is_npy:
-        return Want(path, (path,), lambda opened: (read_npy(path, opened[0].fd),))
-    return want_checkpoint(source, names)
+    return Want(path, (path,), lambda opened: (read_npy(path, opened[0].fd),))
 
 
 def absolute(path: PathLike) -> str:
@@ -174,10 +175,26 @@ def name_path(path: PathLike) -> str:
     TypeError
         It is none.
     """
-    name = os.fspath(path)
+    name = os.fspath(path) if isinstance(path, (str, os.PathLike)) else path
     if not isinstance(name, str):
         raise TypeError(f"path is {path!r}; pass a str or a pathlib.Path (os.fsdecode makes one)")
     return name
+
+
+def _choose_names(names: Sequence[str] | None) -> frozenset[str] | None:
+    """The names of wanted tensors.
+
+    Raises
+    ------
+    TypeError
+        It is a string, or holds something else than strings.
+    """
+    if names is None:
+        return None
+    chosen = () if isinstance(names, str) else tuple(names)
+    if isinstance(names, str) or not all(isinstance(name, str) for name in chosen):
+        raise TypeError(f"names is {names!r}; pass a list of tensor names")
+    return frozenset(chosen)
 
 
 def name_source(source: SourceLike) -> str:

@@ -158,6 +158,8 @@ class Transfers:
             for downgrade in stats[-1].downgrades:
                 plan = plan.warned(downgrade)
             stats.extend(stats[-1].beside)
+        if odometer and not total:
+            odometer.of_leg(0)(0)  # no engine had anything to tell
         return stats, plan
 
     def _send(self, order: Order, route: Route, device: Device, part: Cargo) -> Stats:

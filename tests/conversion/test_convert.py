@@ -410,7 +410,7 @@ def test_progress_rises_to_the_bytes_of_the_tensors(tmp_path: Path, context: hr.
     assert moved == sorted(moved)
     assert moved[-1] == done.nbytes
     assert {each.total_nbytes for each in told} == {done.nbytes}
-    assert 0 < moved[0] < done.nbytes
+    assert any(0 < each < done.nbytes for each in moved)
 
 
 def test_unsynced_files_are_noted(tmp_path: Path) -> None:

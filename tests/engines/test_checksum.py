@@ -264,7 +264,7 @@ def test_without_the_library_the_error_names_the_extra(monkeypatch: pytest.Monke
     monkeypatch.setitem(sys.modules, "xxhash", None)
     with (
         hr.Context() as context,
-        pytest.raises(ImportError, match=r"headrace\[checksum\]") as caught,
+        pytest.raises(ImportError, match=r"extra \[checksum\]") as caught,
     ):
         context.digest([host_buffer(b"a")])
     assert caught.value.name == "xxhash"

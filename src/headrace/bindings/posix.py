@@ -165,6 +165,9 @@ class Files(Protocol):
     def lock(self, fd: int) -> bool:
         """Lock until it is closed (flock), without waiting; False if somebody else holds it."""
 
+    def unlock(self, fd: int) -> None:
+        """Give up the lock, also for processes that were forked meanwhile."""
+
     def set_mode(self, fd: int, mode: int) -> None:
         """Set the permissions (fchmod)."""
 
@@ -344,6 +347,10 @@ class PosixFiles:
         except BlockingIOError:
             return False
         return True
+
+    def unlock(self, fd: int) -> None:
+        """See `Files.unlock`."""
+        fcntl.flock(fd, fcntl.LOCK_UN)
 
     def set_mode(self, fd: int, mode: int) -> None:
         """See `Files.set_mode`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import os
 import re
@@ -10,13 +11,14 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 _MOST_NBYTES = 64 << 20
+_CHUNK_NBYTES = 32 << 10  # /proc/sys refuses reads of megabytes; other files give a page at a time
 
 
 class System(Protocol):
     """Text files of the kernel; tests hand in recorded trees."""
 
     def read(self, path: str) -> str | None:
-        """Text of an absolute path; None where it is missing or may not be read."""
+        """Text of an absolute path, up to its end; None where it is missing or may not be read."""
 
     def listdir(self, path: str) -> tuple[str, ...]:
         """Names in a folder, sorted; none where it is missing or may not be read."""
@@ -43,7 +45,7 @@ class Linux:
             if not stat.S_ISREG(os.stat(path).st_mode):
                 return None  # a pipe would keep us waiting, a device never end
             with open(path, "rb", buffering=0) as file:
-                return file.read(_MOST_NBYTES).decode("utf-8", "surrogateescape")
+                return _read_all(file.fileno()).decode("utf-8", "surrogateescape")
         except OSError:  # some files of /sys answer EIO or ENODEV: nothing can be read there
             return None
 
@@ -72,6 +74,16 @@ class Linux:
     def load_average(self) -> float:
         """See `System.load_average`."""
         return os.getloadavg()[0]
+
+
+def _read_all(fd: int) -> bytes:
+    """Read up to the end, which only a read of nothing tells: the sizes of these files are 0."""
+    text = bytearray()
+    while chunk := os.read(fd, _CHUNK_NBYTES):
+        text += chunk
+        if len(text) > _MOST_NBYTES:
+            raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
+    return bytes(text)
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,8 +48,8 @@ def load_xxh3() -> type[xxh3_64]:
         from xxhash import xxh3_64
     except ImportError as error:
         raise ImportError(
-            f"checksums need the package xxhash ({error}); pip install 'headrace[checksum]', or "
-            "go without checksums",
+            f"checksums need the package xxhash ({error}); install headrace with its extra "
+            "[checksum], or go without checksums",
             name="xxhash",
         ) from error
     return xxh3_64

@@ -165,7 +165,9 @@ def _follow_index(index: str) -> _Checkpoint:
     for path in files:
         if not os.path.exists(path):
             raise FileNotFoundError(
-                errno.ENOENT, f"shard is missing, though {index} names it; download it", path
+                errno.ENOENT,
+                f"shard is missing, though {index} names it; download it, or save again",
+                path,
             )
     return _Checkpoint(files, index, shard_of)
 

@@ -121,7 +121,10 @@ def tensor_nbytes(name: str, shape: Sequence[int]) -> int:
         raise FormatError(f"shape {_brief(shape)} has a negative axis")
     filled = math.prod(axis for axis in shape if axis) * bits
     if filled > _MOST_NBYTES * 8:
-        raise FormatError(f"shape {_brief(shape)} of {name} is longer than {_MOST_NBYTES} bytes")
+        raise FormatError(
+            f"shape {_brief(shape)} of {name}: its axes, without those of length 0, span more "
+            f"than {_MOST_NBYTES} bytes, which NumPy and torch cannot address"
+        )
     total = 0 if 0 in shape else filled
     if total % 8:
         raise FormatError(

@@ -44,6 +44,14 @@ def open_regular(path: str, fd: int | None = None) -> BinaryIO:
     name = path
     if fd is not None and os.path.exists(f"/proc/self/fd/{fd}"):
         name = f"/proc/self/fd/{fd}"
+    try:
+        return _open_regular(path, name)
+    except OSError as error:
+        error.filename = path
+        raise
+
+
+def _open_regular(path: str, name: str) -> BinaryIO:
     mode = os.stat(name).st_mode
     if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
         raise FormatError(

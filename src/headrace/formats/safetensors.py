@@ -52,7 +52,7 @@ def read_catalog(path: str, fd: int | None = None) -> Catalog:
     payload = LENGTH_NBYTES + int.from_bytes(head[:LENGTH_NBYTES], "little")
     try:
         with (
-            _stand_in(header, file_nbytes) as name,
+            _stand_in(path, header, file_nbytes) as name,
             safetensors.safe_open(name, framework="np") as opened,
         ):
             tensors = tuple(_place_tensors(opened, path, payload))
@@ -88,21 +88,26 @@ def _read_header(path: str, fd: int | None) -> tuple[bytes, int]:
 
 
 @contextlib.contextmanager
-def _stand_in(header: bytes, file_nbytes: int) -> Iterator[str]:
+def _stand_in(path: str, header: bytes, file_nbytes: int) -> Iterator[str]:
     """A file for the library: the header, and a hole in place of the payload.
 
     The library maps what it opens. A mapping of the file itself would draw payload into the page
     cache, would kill the process if the file were truncated meanwhile, and could be of another
     file than the one whose payload is read.
     """
-    fd = os.memfd_create("safetensors header")
-    try:
-        with open(fd, "wb", closefd=False) as copy:
-            copy.write(header)
-        os.ftruncate(fd, file_nbytes)
-        yield f"/proc/self/fd/{fd}"
-    finally:
-        os.close(fd)
+    with contextlib.ExitStack() as stack:
+        try:
+            fd = os.memfd_create("safetensors header")
+            stack.callback(os.close, fd)
+            with open(fd, "wb", closefd=False) as copy:
+                copy.write(header)
+            os.ftruncate(fd, file_nbytes)
+            name = f"/proc/self/fd/{fd}"
+            os.close(os.open(name, os.O_RDONLY))  # the library calls any failure "no such file"
+        except OSError as error:
+            why = f"{os.strerror(error.errno or 0)}: its header is parsed through /proc/self/fd"
+            raise OSError(error.errno, why, path) from error
+        yield name
 
 
 def _place_tensors(opened: Any, path: str, payload: int) -> Iterator[TensorSpec]:

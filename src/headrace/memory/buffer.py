@@ -135,6 +135,12 @@ def _from_gpu(
 
 def _from_dlpack(obj: Any, writable: bool, asked: int | None, stream: int | None) -> Buffer:
     """Describe what the producer exports once it is asked to order the stream `asked`."""
+    is_neg = getattr(obj, "is_neg", None)
+    if callable(is_neg) and is_neg() is True:  # torch exports such memory as if it were not
+        raise BufferMismatch(
+            f"{_kind(obj)} has its negative bit set: its memory holds the numbers with the other "
+            "sign; pass its resolve_neg()"
+        )
     try:
         export = export_dlpack(obj, asked)
     except (BufferError, RuntimeError, ValueError, TypeError) as error:

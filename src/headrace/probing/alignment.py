@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 from dataclasses import dataclass
 
 from headrace.bindings.posix import Files
@@ -34,9 +36,12 @@ def find_alignment(path: str, files: Files, system: System) -> Alignment:
     Raises
     ------
     OSError
-        The path is missing or may not be read.
+        The path is missing, may not be read, or is neither a file nor a folder.
     """
-    number = files.path_status(path).device
+    status = files.path_status(path)
+    if not stat.S_ISREG(status.mode) and not stat.S_ISDIR(status.mode):
+        raise OSError(errno.EINVAL, "neither a regular file nor a folder", path)
+    number = status.device
     stated = _stated(path, files)
     if stated is not None:
         return stated

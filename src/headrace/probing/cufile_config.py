@@ -45,6 +45,8 @@ class CufileConfig:
     """Whether the file can be read, and what it says."""
     properties: Mapping[str, Any] = field(default_factory=dict)
     """Values of `PROPERTIES` that are set; cuFile has its own defaults for the others."""
+    is_hidden: bool = False
+    """Whether there is a file whose values are not known."""
 
     @property
     def allows_compat(self) -> bool:
@@ -52,9 +54,10 @@ class CufileConfig:
         return self.properties.get("allow_compat_mode", True) is True
 
     @property
-    def uses_p2pdma(self) -> bool:
-        """Whether P2PDMA is switched on; its default is off."""
-        return self.properties.get("use_pci_p2pdma", False) is True
+    def uses_p2pdma(self) -> bool | None:
+        """Whether P2PDMA is switched on, which it is not by default; None where nobody can tell."""
+        told = self.properties.get("use_pci_p2pdma")
+        return None if told is None and self.is_hidden else told is True
 
 
 def probe_cufile_config(system: System, environment: Mapping[str, str]) -> CufileConfig:
@@ -75,22 +78,29 @@ def probe_cufile_config(system: System, environment: Mapping[str, str]) -> Cufil
     }
     text = system.read(path)
     if text is None:
-        there = system.exists(path)
-        state = "there, but it cannot be read" if there else "not there, so cuFile's own defaults"
-        found = _list_values(overrides) or state
-        remedy = "" if path == DEFAULT_PATH else "set CUFILE_ENV_PATH_JSON to a file, or unset it"
-        if there:
-            remedy = f"make {path} a file that may be read"
-        return CufileConfig(Fact(_NAME, None, found, f"{path}: cannot be read", remedy), overrides)
+        return _unread(path, system.exists(path), overrides)
     try:
         properties = _read_properties(text)
     except ValueError as error:
         remedy = f"correct {path}: JSON, where // and /* */ comments are allowed"
-        return CufileConfig(Fact(_NAME, False, f"malformed: {error}", path, remedy), overrides)
+        malformed = Fact(_NAME, False, f"malformed: {error}", path, remedy)
+        return CufileConfig(malformed, overrides, is_hidden=True)
     properties.update(overrides)
     why = path + "".join(f", {name}" for name in _VARIABLES if name in environment)
     found = _list_values(properties) or "none of the keys that matter, so cuFile's defaults"
     return CufileConfig(Fact(_NAME, True, found, why), properties)
+
+
+def _unread(path: str, there: bool, overrides: Mapping[str, Any]) -> CufileConfig:
+    """What is known where there is no file, or none that may be read."""
+    if there:
+        found = _list_values(overrides) or "there, but it cannot be read"
+        remedy = f"make {path} a file that may be read"
+        fact = Fact(_NAME, None, found, f"{path}: cannot be read", remedy)
+        return CufileConfig(fact, overrides, is_hidden=True)
+    found = _list_values(overrides) or "not there, so cuFile's own defaults"
+    remedy = "" if path == DEFAULT_PATH else "set CUFILE_ENV_PATH_JSON to a file, or unset it"
+    return CufileConfig(Fact(_NAME, None, found, f"{path}: no such file", remedy), overrides)
 
 
 def _read_properties(text: str) -> dict[str, Any]:

@@ -170,9 +170,11 @@ def _assignments(text: str) -> list[tuple[str, str, str]]:
 
 
 def _setting_fact(config: CufileConfig) -> Fact:
-    on = config.uses_p2pdma
+    name, on = "P2PDMA: use_pci_p2pdma", config.uses_p2pdma
+    if on is None:
+        return Fact(name, None, "unknown", config.fact.why, config.fact.remedy)
     remedy = "" if on else 'set "properties": {"use_pci_p2pdma": true} in cufile.json'
-    return Fact("P2PDMA: use_pci_p2pdma", on, "on" if on else "off", config.fact.why, remedy)
+    return Fact(name, on, "on" if on else "off", config.fact.why, remedy)
 
 
 def _multipath_fact(system: System) -> Fact:

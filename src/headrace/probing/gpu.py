@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from headrace.bindings.cuda import Cuda
-from headrace.errors import DeviceError
+from headrace.errors import DeviceError, RouteUnavailable
 from headrace.probing.fact import Fact
 
 _NAME = "CUDA device"
@@ -41,3 +41,24 @@ def probe_gpu(load_cuda: Callable[[], Cuda], index: int) -> Fact:
         found = devices if index == 0 else f"{devices}, so no cuda:{index}"
         return Fact(_NAME, False, found, "cudaGetDeviceCount", remedy)
     return Fact(_NAME, True, devices, "cudaGetDeviceCount")
+
+
+def find_pointer_device(load_cuda: Callable[[], Cuda], pointer: int) -> int | None:
+    """CUDA ordinal of the device that memory is on; None for host memory.
+
+    Raises
+    ------
+    RouteUnavailable
+        No GPU can be used from this process.
+    DeviceError
+        CUDA knows no such memory.
+    """
+    try:
+        return load_cuda().pointer_device(pointer)
+    except (ImportError, DeviceError) as error:
+        gpu = probe_gpu(load_cuda, 0)
+        if gpu.holds is True:
+            raise
+        raise RouteUnavailable(
+            f"the buffer is on a GPU, and none can be used: {gpu.found} ({gpu.why}); {gpu.remedy}"
+        ) from error

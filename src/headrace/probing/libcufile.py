@@ -60,7 +60,7 @@ def _bindings_fact(answer: Mapping[str, str]) -> Fact:
     if answer.get("bindings"):
         return Fact(name, True, f"cuda.bindings {answer['bindings']}", why)
     error = answer.get("bindings_error", "no answer")
-    remedy = "pip install 'headrace[cuda13]' (or [cuda12], to match the driver)"
+    remedy = "install headrace with its extra [cuda13], or [cuda12], to match the driver"
     holds = None if "bindings" not in answer else False
     return Fact(name, holds, "cannot be imported", f"{why}: {error}", remedy)
 

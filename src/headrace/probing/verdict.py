@@ -55,12 +55,22 @@ def judge_routes(facts: Sequence[Fact], allows_compat: bool) -> tuple[RouteVerdi
     if readable is not None and readable.holds is False:
         why = f"{readable.name}: {readable.found} ({readable.why})"
         return tuple(RouteVerdict(route, False, why, readable.remedy) for route in Route)
-    return (
-        _judge_host(named),
+    verdicts = (
+        RouteVerdict(Route.HOST, True, "buffered reads into host memory need nothing else"),
         _judge(Route.CACHED, (named["CUDA device"],), "page-locked blocks, then the GPU's copy"),
         _judge_mapped(named),
         _judge_direct(named),
         _judge_gds(named, allows_compat),
+    )
+    path = named.get("path")
+    if path is None or path.holds is not None:
+        return verdicts
+    hidden = f"path: {path.found}"
+    return tuple(
+        verdict
+        if verdict.available is False
+        else RouteVerdict(verdict.route, None, hidden, path.remedy)
+        for verdict in verdicts
     )
 
 
@@ -71,13 +81,6 @@ def _judge(route: Route, needs: Sequence[Fact], good: str) -> RouteVerdict:
         if against:
             return RouteVerdict(route, holds, _reasons(against), _remedies(against))
     return RouteVerdict(route, True, good)
-
-
-def _judge_host(named: Facts) -> RouteVerdict:
-    place = named.get("path")
-    if place is not None and place.holds is None:
-        return RouteVerdict(Route.HOST, None, f"path: {place.found}", place.remedy)
-    return RouteVerdict(Route.HOST, True, "buffered reads into host memory need nothing else")
 
 
 def _judge_mapped(named: Facts) -> RouteVerdict:

@@ -39,6 +39,10 @@ class Replacement:
         The target; symbolic links are followed, and a dangling one has its target made.
     files
         The calls to make.
+    follow
+        False replaces a link that the path itself is.
+    like
+        File whose permissions the new one takes where there is no old one.
 
     Raises
     ------
@@ -49,11 +53,18 @@ class Replacement:
         beside it.
     """
 
-    def __init__(self, path: str, files: Files) -> None:
-        self.path = os.path.realpath(path)
+    def __init__(
+        self, path: str, files: Files, *, follow: bool = True, like: str | None = None
+    ) -> None:
+        folder, last = os.path.split(path)
+        self.path = (
+            os.path.realpath(path) if follow else os.path.join(os.path.realpath(folder), last)
+        )
         """The target, links resolved."""
         self._files = files
         self._mode = _permissions(path, files)
+        if self._mode is None and like is not None:
+            self._mode = _permissions(like, files)
         self._directory, name = os.path.split(self.path)
         self._shown_name = _shorten(name)
         self._temporary: str | None = None
@@ -142,6 +153,13 @@ class Replacement:
         if fsync:
             self.sync_directory()
         self._sink.close()
+
+    def is_in_place(self) -> bool:
+        """Whether the target is the new file, also where an interrupt came as it was renamed."""
+        try:
+            return self._sink.identity.is_same_file(self._files.path_status(self.path))
+        except FileNotFoundError:
+            return False
 
     def abandon(self) -> None:
         """Remove the new file, unless it is in place, and close it; safe to call again.

@@ -8,7 +8,6 @@ import os
 import random
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from headrace.memory.alignment import align_down, align_up
@@ -208,12 +207,13 @@ def _split_together(
     def split(part: ByteRange) -> tuple[list[Stretch], int]:
         return _split(part, granule, count)
 
-    with ThreadPoolExecutor(min(len(parts), _COUNTERS)) as pool:
-        try:
-            answers = pool.map(split, parts)
-        except RuntimeError:  # a limit of threads or memory, or the interpreter is ending
-            answers = map(split, parts)
-        return list(answers)
+    try:
+        from concurrent.futures import ThreadPoolExecutor  # which an ending interpreter refuses
+
+        with ThreadPoolExecutor(min(len(parts), _COUNTERS)) as pool:
+            return list(pool.map(split, parts))
+    except RuntimeError:  # a limit of threads or memory, or the interpreter is ending
+        return [split(part) for part in parts]
 
 
 def _split(part: ByteRange, granule: int, count: Counter) -> tuple[list[Stretch], int]:

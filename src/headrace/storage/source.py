@@ -27,7 +27,8 @@ class Source(OpenFile):
     FileNotFoundError, PermissionError, IsADirectoryError
         As the operating system says.
     OSError
-        The path is neither a regular file nor a directory (a pipe, a device).
+        The path is neither a regular file nor a directory (a pipe, a device); or its content is
+        made as it is read, and its size unknown (``/proc``).
     """
 
     def __init__(self, path: str, files: Files) -> None:
@@ -36,6 +37,8 @@ class Source(OpenFile):
             return files.open(path)
 
         super().__init__(path, files, open_it)
+        if not self.nbytes:
+            self._refuse_hidden_content()
 
     @property
     def owner_uid(self) -> int:
@@ -115,6 +118,17 @@ class Source(OpenFile):
         self._check_named()
         if (now.mtime_ns, now.ctime_ns) != (was.mtime_ns, was.ctime_ns):
             raise self._changed("it was written to, or its attributes were changed")
+
+    def _refuse_hidden_content(self) -> None:
+        """Tell an empty file from one whose size says nothing."""
+        try:
+            holds_some = self._named(self._files.preadv, self._fd, [memoryview(bytearray(1))], 0)
+            if holds_some and not self._files.status(self._fd).nbytes:
+                what = "its size is unknown until it is read; copy its content into a file first"
+                raise OSError(errno.EINVAL, what, self.path)
+        except BaseException:
+            self.close()
+            raise
 
     def _reopen_direct(self) -> int:
         return self._files.open(self.path, direct=True)

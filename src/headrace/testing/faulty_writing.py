@@ -246,6 +246,12 @@ class WritingFaults:
         self._begin("lock")
         return self.inner.lock(fd)
 
+    def unlock(self, fd: int) -> None:
+        """See `Files.unlock`."""
+        self._find(fd)
+        self._live()
+        self.inner.unlock(fd)
+
     def set_mode(self, fd: int, mode: int) -> None:
         """See `Files.set_mode`."""
         self._find(fd)

@@ -84,7 +84,10 @@ class Torch:
         for name, known in _ATTRIBUTES.items():
             if attribute in (known, name):
                 return name
-        raise ValueError(f"dtype {dtype!r} is neither a torch type nor a safetensors name")
+        raise ValueError(
+            f"dtype {dtype!r} is no type that safetensors has; take the bytes as one of the same "
+            "size, and view them (torch.Tensor.view)"
+        )
 
     def current_stream(self, device: Device) -> int | None:
         """See `Framework.current_stream`."""
