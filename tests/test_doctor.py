@@ -306,7 +306,11 @@ def test_path_that_never_answers_is_not_waited_for(
     diagnosis = headrace.doctor(tmp_path, instruments=instruments)
     release.set()
     assert fact_of(diagnosis, "path").holds is None
-    assert verdict_of(diagnosis, "host").available is None
+    for route in Route:
+        verdict = verdict_of(diagnosis, route)
+        assert (verdict.available, "mount" in verdict.remedy) in ((None, True), (False, False))
+        assert "PATH" not in verdict.remedy
+    assert verdict_of(diagnosis, "direct").available is None
 
 
 def test_text_and_html_name_every_route_and_fact(tmp_path: Path) -> None:
@@ -349,3 +353,27 @@ def test_alignment_falls_back_on_the_logical_block_size(file: Path) -> None:
     assert (found.offset_nbytes, found.source) == (4096, "logical block size of vdz")
     page = find_alignment(str(file), Silent(), RecordedSystem())
     assert (page.offset_nbytes, page.memory_nbytes) == (4096, 4096)
+
+
+@pytest.mark.parametrize("text", ["{,}", "[]", '{"properties": 3}'])
+def test_setting_in_a_file_that_cufile_cannot_read_is_unknown(text: str, file: Path) -> None:
+    tree = change_tree(load_tree("p2pdma", file.parent), {CONFIG: text})
+    setting = "P2PDMA: use_pci_p2pdma"
+    assert fact_of(diagnose(tree, file), setting).holds is None
+    told = diagnose(tree, file, environment={"CUFILE_USE_PCIP2PDMA": "false"})
+    assert fact_of(told, setting).holds is False
+
+
+def test_missing_cufile_json_is_said_to_be_missing(file: Path) -> None:
+    tree = change_tree(load_tree("p2pdma", file.parent), {CONFIG: None})
+    fact = fact_of(diagnose(tree, file), "cufile.json")
+    assert "not there" in fact.found
+    assert "no such file" in fact.why
+    assert fact_of(diagnose(tree, file), "P2PDMA: use_pci_p2pdma").holds is False
+
+
+def test_alignment_of_what_is_no_file_is_an_error(file: Path) -> None:
+    os.mkfifo(file.parent / "pipe")
+    for path in (file.parent / "pipe", Path("/dev/null")):
+        with pytest.raises(OSError, match="neither a regular file nor a folder"):
+            headrace.alignment(path)

@@ -1,12 +1,15 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import tracemalloc
 from pathlib import Path
 
 import pytest
 
 from headrace.bindings.sysfs import Linux, Mount, read_mounts
-from tests.support import RecordedSystem
+from headrace.probing.volume import find_mount
+from tests.support import RecordedSystem, needs_mount
 
 MOUNTINFO = "/proc/self/mountinfo"
 
@@ -113,3 +116,56 @@ def test_file_that_may_not_be_read_is_none(tmp_path: Path) -> None:
         assert Linux().read(str(path)) is None
     finally:
         os.seteuid(0)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        *("/proc/sys/kernel/osrelease", "/proc/sys/kernel/io_uring_disabled", "/proc/config.gz"),
+        *("/proc/kallsyms", "/proc/cpuinfo", "/proc/modules", "/proc/cmdline", "/proc/filesystems"),
+        *("/sys/devices/system/cpu/online", "/etc/ld.so.cache"),
+    ],
+)
+def test_file_of_the_kernel_is_read_to_its_end_however_it_is_served(path: str) -> None:
+    """Some give a page at a time, some refuse to be asked for megabytes; their sizes are 0."""
+    try:
+        expected = Path(path).read_bytes()
+    except OSError as error:
+        pytest.skip(f"this machine does not show it: {error}")
+    text = Linux().read(path)
+    assert text is not None
+    assert text.encode("utf-8", "surrogateescape") == expected
+
+
+@pytest.mark.root
+def test_mount_is_found_behind_any_number_of_others(tmp_path: Path) -> None:
+    needs_mount("-t", "tmpfs", "-o", "size=1M", "tmpfs", str(tmp_path))
+    made = [tmp_path]
+    try:
+        for number in range(60):
+            folder = tmp_path / f"{number:03}-a-name-that-makes-its-line-of-mountinfo-longer"
+            folder.mkdir()
+            needs_mount("-t", "tmpfs", "-o", "size=64k", "tmpfs", str(folder))
+            made.append(folder)
+        assert len(Linux().read(MOUNTINFO) or "") > 2 * 4096
+        (made[-1] / "file").write_bytes(b"1")
+        found = find_mount(str(made[-1] / "file"), read_mounts(Linux()))
+        assert (found.mount_point, found.file_system) == (str(made[-1]), "tmpfs")
+    finally:
+        for folder in reversed(made):
+            subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_small_file_takes_little_memory() -> None:
+    tracemalloc.start()
+    try:
+        assert Linux().read("/proc/self/stat")
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_file_that_never_ends_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("headrace.bindings.sysfs._MOST_NBYTES", 1 << 20)
+    (tmp_path / "long").write_bytes(bytes((1 << 20) + 1))
+    assert Linux().read(str(tmp_path / "long")) is None

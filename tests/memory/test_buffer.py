@@ -407,3 +407,15 @@ def test_torch_slices_parameters_and_single_numbers_are_taken() -> None:
     assert describe(torch.zeros(())).nbytes == 4
     assert describe(torch.empty(0, 7)).nbytes == 0
     assert describe(torch.nn.Parameter(torch.zeros(2), requires_grad=False)).nbytes == 8
+
+
+@pytest.mark.parametrize("writable", [True, False])
+def test_negated_torch_memory_is_refused_since_its_bytes_are_of_the_other_sign(
+    writable: bool,
+) -> None:
+    torch = pytest.importorskip("torch")
+    negated = torch.tensor([1 + 2j]).conj().imag
+    assert negated.is_neg()
+    with pytest.raises(BufferMismatch, match=r"negative bit.*resolve_neg"):
+        buffer_from(negated, never_asked, writable=writable)
+    assert buffer_from(negated.resolve_neg(), never_asked, writable=writable).nbytes == 4
