@@ -344,3 +344,9 @@ def test_read_memory_is_its_own(raw: tuple[Path, bytes]) -> None:
     first[:] = 0
     assert second.tobytes() == raw[1]
     assert first.base is None
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 4096, 5000])
+def test_aligned_empty_is_aligned_whatever_its_length(nbytes: int) -> None:
+    array = hn.aligned_empty(nbytes)
+    assert (array.nbytes, array.ctypes.data % 4096) == (nbytes, 0)

@@ -155,3 +155,20 @@ def test_a_file_name_that_is_not_utf8_can_be_shown(tmp_path: Path) -> None:
     done = run_headrace("load", os.fsdecode(path), "--device", "cpu")
     assert done.returncode == 0, done.stderr
     assert "-> cpu" in done.stdout
+
+
+@pytest.mark.parametrize("options", [(), ("--json",)], ids=["tables", "json"])
+def test_output_that_finds_no_room_is_not_taken_for_a_failed_command(
+    model: Path, options: tuple[str, ...]
+) -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "headrace", "load", str(model), "--device", "cpu", *options],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+    assert done.returncode == 1
+    assert done.stderr == "headrace: standard output: No space left on device\n"

@@ -202,9 +202,15 @@ def doctor(
 
 def _show(as_json: bool, document: Any, kind: str, result: Any, **how: Any) -> None:
     """Print a result: one JSON document, or tables."""
-    if as_json:
-        typer.echo(json.dumps(document, indent=2))
-        return
-    from headrace.cli import render
+    try:
+        if as_json:
+            typer.echo(json.dumps(document, indent=2))
+            return
+        from headrace.cli import render
 
-    getattr(render, f"render_{kind}")(result, render.make_console(), **how)
+        getattr(render, f"render_{kind}")(result, render.make_console(), **how)
+    except BrokenPipeError:
+        raise
+    except OSError as error:  # the result is there, and only cannot be shown
+        error.filename = error.filename or "standard output"
+        raise

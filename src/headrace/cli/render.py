@@ -118,7 +118,8 @@ def _report_table(report: Report) -> Table:
     if report.operation == "read":
         table.add_row("resident", "", format_nbytes(report.resident_nbytes), "before the read")
     if report.verified_nbytes is not None:
-        table.add_row("verified", "", format_nbytes(report.verified_nbytes), "checksums right")
+        told = "checksums right" if report.verified_nbytes else "no checksums stored"
+        table.add_row("verified", "", format_nbytes(report.verified_nbytes), told)
     table.add_row("pinned", "", format_nbytes(report.pinned_nbytes), "at most, page-locked")
     return table
 

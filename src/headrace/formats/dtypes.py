@@ -229,8 +229,8 @@ def _descriptor(dtype: np.dtype) -> str:
     except ValueError:  # NumPy: not defined for overlapping or out-of-order fields
         pass
     raise FormatError(
-        f"dtype {dtype} has no descriptor in NumPy's header format; view the array as bytes "
-        "(uint8) or as another type"
+        f"dtype {dtype} is no type of safetensors, and .npy headers cannot describe it; view the "
+        "array as bytes (uint8) or as another type"
     )
 
 
