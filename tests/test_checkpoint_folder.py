@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import logging
 import multiprocessing
+import os
+import shutil
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors import safe_open
+from typer.testing import CliRunner
 
 import headrace as hr
 import headrace.numpy as hn
+from headrace.bindings.posix import FileStatus
+from headrace.cli.main import app
 from headrace.testing import FaultyFiles
 from headrace.testing.faulty_writing import Killed
 from tests.support import TIMEOUT_S, run_python
 
 INDEX = "model.safetensors.index.json"
 ONE = {"a": np.ones(3)}
+USUAL = {f"model-0000{number}-of-00002.safetensors" for number in (1, 2)}
+Tensors = dict[str, np.ndarray]
 TWO = {"b": np.full(3, 2.0), "c": np.full(3, 3.0)}
 
 
@@ -193,10 +204,357 @@ def test_after_a_killed_save_what_stays_is_told_and_what_went_is_not(
     assert number > 15
 
 
-def test_metadata_key_of_headrace_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"the key 'headrace\.interim'"):
-        hn.save(ONE, tmp_path / "model", metadata={"headrace.interim": "x"})
-    assert listing(tmp_path) == set()
+def test_metadata_key_of_headrace_is_the_user_s_own_in_the_shards(tmp_path: Path) -> None:
+    for _ in range(2):
+        hn.save(ONE, tmp_path, metadata={"headrace.interim": "x", "y": "z"})
+        (shard,) = shards_of(tmp_path)
+        with safe_open(tmp_path / shard, framework="np") as opened:
+            assert opened.metadata() == {"headrace.interim": "x", "y": "z"}
+        assert "headrace.interim" not in (tmp_path / INDEX).read_text()
+        assert listing(tmp_path) == {INDEX, shard}
+
+
+def kill_until(folder: Path, is_reached: Callable[[], bool], tensors: Tensors = TWO) -> None:
+    """Kill a save at its first call by which some state of the folder is reached."""
+    for number in range(1, 200):
+        shutil.rmtree(folder.with_suffix(".copy"), ignore_errors=True)
+        if folder.exists():
+            shutil.copytree(folder, folder.with_suffix(".copy"), symlinks=True)
+        with hr.Context(files=FaultyFiles(die_at=number)) as context, pytest.raises(Killed):
+            hn.save(tensors, folder, max_shard_nbytes=30, context=context)
+        if is_reached():
+            return
+        shutil.rmtree(folder, ignore_errors=True)
+        if folder.with_suffix(".copy").exists():
+            folder.with_suffix(".copy").rename(folder)
+    raise AssertionError("never reached")
+
+
+@pytest.mark.parametrize("how", ["full disk", "killed", "convert"])
+def test_whole_checkpoint_of_a_killed_first_save_outlives_a_second_that_fails(
+    tmp_path: Path, how: str
+) -> None:
+    folder = tmp_path / "model"
+    kill_until(folder, lambda: folder.exists() and len(listing(folder) & USUAL) == 2)
+    assert same(hn.load(folder), TWO)
+    if how == "full disk":
+        full = FaultyFiles(enospc_after=100)
+        with hr.Context(files=full) as context, pytest.raises(OSError, match="No space"):
+            hn.save(ONE, folder, context=context)
+    elif how == "killed":
+        with hr.Context(files=FaultyFiles(die_at=8)) as context, pytest.raises(Killed):
+            hn.save(ONE, folder, context=context)
+    else:
+        assert CliRunner().invoke(app, ["convert", str(folder), str(folder)]).exit_code == 0
+    assert same(hn.load(folder), TWO)
+    for _ in range(2):
+        hn.save(ONE, folder)
+    assert listing(folder) == {INDEX, *shards_of(folder)}
+
+
+@pytest.mark.parametrize("change", ["working directory", "link"])
+@pytest.mark.parametrize("fails", [False, True])
+def test_folder_is_the_one_that_was_named_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str, fails: bool
+) -> None:
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        hn.save(TWO, tmp_path / name / "model")
+    monkeypatch.chdir(tmp_path / "a")
+    (tmp_path / "link").symlink_to(tmp_path / "a" / "model")
+    target = "model" if change == "working directory" else str(tmp_path / "link")
+
+    def turn(_: hr.Progress) -> None:
+        if change == "link":
+            (tmp_path / "link").unlink()
+            (tmp_path / "link").symlink_to(tmp_path / "b" / "model")
+        else:
+            os.chdir(tmp_path / "b")
+
+    before = listing(tmp_path / "b" / "model")
+    files = FaultyFiles(fail={"rename": errno.EIO} if fails else None)
+    told = pytest.raises(OSError, match="Input/output") if fails else contextlib.nullcontext()
+    with hr.Context(files=files) as context, told:
+        hn.save(ONE, target, progress=turn, context=context)
+    assert listing(tmp_path / "b" / "model") == before
+    assert same(hn.load(tmp_path / "b" / "model"), TWO)
+    assert same(hn.load(tmp_path / "a" / "model"), TWO if fails else ONE)
+    shards = shards_of(tmp_path / "a" / "model")
+    assert listing(tmp_path / "a" / "model") == {INDEX, *shards}
+
+
+class Unlockable(FaultyFiles):
+    def lock(self, fd: int) -> bool:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+
+def test_of_two_saves_at_once_where_nobody_can_lock_one_is_whole(tmp_path: Path) -> None:
+    class Waiting(Unlockable):
+        begun, go_on = threading.Event(), threading.Event()
+
+        def rename(self, old: str, new: str) -> None:
+            if new.endswith(INDEX):
+                self.begun.set()
+                assert self.go_on.wait(TIMEOUT_S)
+            super().rename(old, new)
+
+    hn.save(TWO, tmp_path)
+    slow = Waiting()
+    with hr.Context(files=slow) as context, hr.Context(files=Unlockable()) as other:
+        thread = threading.Thread(target=hn.save, args=(ONE, tmp_path), kwargs={"context": context})
+        thread.start()
+        assert slow.begun.wait(TIMEOUT_S)
+        hn.save(TWO, tmp_path, context=other)
+        assert same(hn.load(tmp_path), TWO)
+        slow.go_on.set()
+        thread.join()
+    assert same(hn.load(tmp_path), ONE)
+
+
+def test_save_that_comes_second_leaves_the_folder_to_the_first(tmp_path: Path) -> None:
+    folder = tmp_path / "new" / "model"
+
+    class Second(FaultyFiles):
+        def lock(self, fd: int) -> bool:
+            return False
+
+    class First(FaultyFiles):
+        def lock(self, fd: int) -> bool:
+            with (
+                hr.Context(files=Second()) as context,
+                pytest.raises(OSError, match="under way"),
+            ):
+                hn.save(ONE, folder, context=context)
+            return super().lock(fd)
+
+    with hr.Context(files=First()) as context:
+        hn.save(TWO, folder, context=context)
+    assert same(hn.load(folder), TWO)
+
+
+def test_folder_that_goes_before_it_is_locked_is_made_again(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+
+    class Losing(FaultyFiles):
+        times = 0
+
+        def lock(self, fd: int) -> bool:
+            self.times += 1
+            if self.times < 3:
+                folder.rmdir()
+            return super().lock(fd)
+
+    with hr.Context(files=Losing()) as context:
+        hn.save(TWO, folder, context=context)
+        assert context.bindings.files.open_descriptors == ()  # type: ignore[attr-defined]
+    assert same(hn.load(folder), TWO)
+
+
+def test_directories_with_names_of_files_are_passed_over(tmp_path: Path) -> None:
+    for name in ("x.safetensors.index.json", "model-00001-of-00001.safetensors", "b.safetensors"):
+        (tmp_path / name).mkdir()
+    hn.save_file(ONE, tmp_path / "model.safetensors")
+    for number in range(1, 200):
+        with hr.Context(files=FaultyFiles(die_at=number)) as context:
+            try:
+                hn.save(TWO, tmp_path, max_shard_nbytes=30, context=context)
+            except Killed:
+                assert set(hn.load(tmp_path)) in ({"a"}, {"b", "c"})
+            else:
+                break
+    assert same(hn.load(tmp_path), TWO)
+    left = {path.name for path in tmp_path.iterdir() if path.is_file()}
+    assert left == {INDEX, "model.safetensors", *shards_of(tmp_path)}
+
+
+class Stubborn(FaultyFiles):
+    """Fails as the final index is renamed, and then at the first removal of a shard."""
+
+    def __init__(self, *removals: int) -> None:
+        super().__init__()
+        self.indexes, self.removals, self.left = 0, 0, removals
+
+    def rename(self, old: str, new: str) -> None:
+        self.indexes += new.endswith(INDEX)
+        if self.indexes == 2:
+            raise OSError(errno.EIO, "EIO", new)
+        super().rename(old, new)
+
+    def remove(self, path: str) -> None:
+        if os.path.basename(path).startswith("model-"):
+            self.removals += 1
+            if self.removals in self.left:
+                raise OSError(errno.EIO, "EIO", path)
+        super().remove(path)
+
+
+def test_new_shard_that_cannot_be_removed_stays_hidden_and_goes_later(tmp_path: Path) -> None:
+    hn.save_file(ONE, tmp_path / "model.safetensors")
+    with hr.Context(files=Stubborn(1)) as context, pytest.raises(OSError, match="EIO"):
+        hn.save(TWO, tmp_path, max_shard_nbytes=30, context=context)
+    assert same(hn.load(tmp_path), ONE)
+    hn.save(TWO, tmp_path)
+    assert same(hn.load(tmp_path), TWO)
+    assert listing(tmp_path) == {INDEX, "model.safetensors", *shards_of(tmp_path)}
+
+
+def test_old_shard_that_cannot_be_removed_once_goes_with_the_next_save(tmp_path: Path) -> None:
+    class Once(FaultyFiles):
+        def remove(self, path: str) -> None:
+            raise OSError(errno.EIO, "EIO", path)
+
+    hn.save(TWO, tmp_path, max_shard_nbytes=30)
+    with hr.Context(files=Once()) as context:
+        hn.save(ONE, tmp_path, context=context)
+    assert len(listing(tmp_path)) == 5
+    hn.save(TWO, tmp_path)
+    assert listing(tmp_path) == {INDEX, *shards_of(tmp_path)}
+
+
+def test_shards_that_an_unreadable_index_protected_go_once_it_is_gone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    hn.save(TWO, tmp_path)
+    other = tmp_path / "best.safetensors.index.json"
+    other.write_text("{")
+    for _ in range(3):
+        hn.save(ONE, tmp_path)
+        assert "old shards stay, since an index there" in warnings_of(caplog)
+    other.unlink()
+    hn.save(TWO, tmp_path)
+    assert listing(tmp_path) == {INDEX, *shards_of(tmp_path)}
+
+
+@pytest.mark.parametrize("name", ["best.index.json", ".best.safetensors.index.json"])
+def test_shards_of_any_index_that_can_be_loaded_stay(tmp_path: Path, name: str) -> None:
+    hn.save(ONE, tmp_path)
+    (tmp_path / name).write_bytes((tmp_path / INDEX).read_bytes())
+    for _ in range(3):
+        hn.save(TWO, tmp_path)
+    assert same(hn.load(tmp_path / name), ONE)
+
+
+def test_what_others_put_in_place_meanwhile_is_not_removed(tmp_path: Path) -> None:
+    class Full(FaultyFiles):
+        def rename(self, old: str, new: str) -> None:
+            raise OSError(errno.ENOSPC, "ENOSPC", new)
+
+    plain = tmp_path / "model-00001-of-00001.safetensors"
+
+    def interfere(_: hr.Progress) -> None:
+        hn.save_file(ONE, plain)
+
+    with hr.Context(files=Full()) as context, pytest.raises(OSError, match="ENOSPC"):
+        hn.save(TWO, tmp_path, progress=interfere, context=context)
+    assert listing(tmp_path) == {plain.name}
+    assert same(hn.load_file(plain), ONE)
+
+
+def test_record_of_another_folder_removes_nothing(tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    hn.save(ONE, first)
+    kill_until(first, lambda: ".headrace-save.json" in listing(first))
+    shutil.copytree(first, second)
+    adapter = json.loads((second / ".headrace-save.json").read_text())["shards"][0]
+    hn.save(TWO, second)
+    hn.save_file(ONE, second / adapter)
+    (second / ".headrace-save.json").write_bytes((first / ".headrace-save.json").read_bytes())
+    hn.save(TWO, second)
+    assert same(hn.load_file(second / adapter), ONE)
+
+
+@pytest.mark.parametrize("name", ["\\ud800.safetensors", "x" * 300 + ".safetensors"], ids=len)
+def test_names_that_no_file_can_have_hinder_no_save(tmp_path: Path, name: str) -> None:
+    (tmp_path / INDEX).write_text(f'{{"weight_map": {{"a": "{name}"}}}}')
+    for _ in range(2):
+        hn.save(ONE, tmp_path)
+        assert same(hn.load(tmp_path), ONE)
+        assert listing(tmp_path) == {INDEX, *shards_of(tmp_path)}
+
+
+def test_nothing_is_removed_before_the_index_that_replaces_it_lasts(tmp_path: Path) -> None:
+    events: list[str] = []
+
+    class Telling(FaultyFiles):
+        def remove(self, path: str) -> None:
+            events.append(os.path.basename(path))
+            super().remove(path)
+
+        def sync_directory(self, path: str) -> None:
+            events.append("sync")
+            super().sync_directory(path)
+
+    hn.save(ONE, tmp_path)
+    (old,) = shards_of(tmp_path)
+    kill_until(tmp_path, lambda: old not in shards_of(tmp_path))
+    with hr.Context(files=Telling()) as context:
+        hn.save(TWO, tmp_path, context=context)
+    assert events.index("sync") < events.index(old)
+
+
+def test_first_error_is_the_one_that_is_raised(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Worse(FaultyFiles):
+        def __init__(self, error: BaseException) -> None:
+            super().__init__()
+            self.error, self.over = error, False
+
+        def rename(self, old: str, new: str) -> None:
+            self.over = new.endswith(INDEX)
+            if self.over:
+                raise self.error
+            super().rename(old, new)
+
+        def path_status(self, path: str) -> FileStatus:
+            if self.over:
+                raise OSError(errno.EIO, "worse", path)
+            return super().path_status(path)
+
+        def unlock(self, fd: int) -> None:
+            super().unlock(fd)
+            raise OSError(errno.EIO, "unlock")
+
+    hn.save(ONE, tmp_path)
+    for error in (OSError(errno.ENOSPC, "first"), KeyboardInterrupt()):
+        with hr.Context(files=Worse(error)) as context, pytest.raises(type(error)) as caught:
+            hn.save(TWO, tmp_path, context=context)
+        assert caught.value is error
+        assert "could not be removed" in "".join(error.__notes__)
+        assert "stays locked" in warnings_of(caplog)
+    hn.save(TWO, tmp_path)
+    assert listing(tmp_path) == {INDEX, *shards_of(tmp_path)}
+
+
+def test_message_says_the_new_files_are_in_place_only_where_they_are(tmp_path: Path) -> None:
+    class Unsynced(FaultyFiles):
+        left = 0
+
+        def sync_directory(self, path: str) -> None:
+            self.left -= 1
+            if self.left == 0:
+                raise OSError(errno.EIO, "EIO", path)
+            super().sync_directory(path)
+
+    hn.save_file(ONE, tmp_path / "model.safetensors")
+    for number in (1, 2, 3):
+        files = Unsynced()
+        files.left = number
+        with hr.Context(files=files) as context, pytest.raises(OSError, match="EIO") as caught:
+            hn.save(TWO, tmp_path, context=context)
+        in_place = set(hn.load(tmp_path)) == set(TWO)
+        assert ("in place" in str(caught.value)) is in_place
+    assert in_place
+
+
+def test_error_about_an_index_that_a_killed_save_left_says_so(tmp_path: Path) -> None:
+    hn.save_file(ONE, tmp_path / "model.safetensors")
+    kill_until(tmp_path, lambda: INDEX in listing(tmp_path))
+    hn.save_file(TWO, tmp_path / "model.safetensors")
+    with pytest.raises(hr.FormatError, match="left of a save that was killed: remove it"):
+        hn.load(tmp_path)
+    hn.save(TWO, tmp_path)
+    assert same(hn.load(tmp_path), TWO)
 
 
 AFTER_THE_MAIN_THREAD = """

@@ -392,7 +392,7 @@ def test_failed_save_takes_the_directories_along_that_it_made(
     if shared:
         monkeypatch.setattr("headrace.checkpoint_saving.prepare", _beside(target, prepare))
     with (
-        hr.Context(files=FaultyFiles(enospc_after=300)) as context,
+        hr.Context(files=FaultyFiles(enospc_after=1200)) as context,
         pytest.raises(OSError, match="No space"),
     ):
         hn.save(OLD, target, context=context)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,20 +10,19 @@ from typing import Any
 
 from headrace.bindings.posix import Files
 from headrace.checkpoint_folder import (
-    INTERIM,
     RECORD,
     SHARD,
     SINGLE,
-    has_index,
-    lock_folder,
+    Contents,
+    clear_folder,
+    hold_folder,
     look_into,
-    make_folder,
     remove_files,
-    remove_leftovers,
+    write_record,
 )
 from headrace.context import Context, choose_context
 from headrace.errors import FormatError
-from headrace.formats.checkpoint import DEFAULT_INDEX, read_checkpoint
+from headrace.formats.checkpoint import DEFAULT_INDEX, INTERIM, read_checkpoint
 from headrace.formats.safetensors_layout import Layout
 from headrace.formats.shards import shard_index, split_shards
 from headrace.framework import Array, Framework, ShownProgress, Taken, shown
@@ -124,19 +122,15 @@ def open_exchange(
 
     Raises
     ------
-    ValueError
-        The metadata has a key that only headrace writes.
     OSError
         As `Replacement`; another save into the directory is under way (EBUSY).
     """
-    if INTERIM in (metadata or {}):
-        raise ValueError(
-            f"metadata has the key {INTERIM!r}, which headrace alone writes; rename it"
-        )
+    real = os.path.realpath(directory)  # once: links and the working directory may change
     with contextlib.ExitStack() as stack:
-        stack.enter_context(make_folder(directory, files, fsync=fsync))
-        stack.enter_context(lock_folder(directory, files))
-        yield Exchange(directory, layouts, metadata, files, stack, fsync=fsync)
+        is_locked = stack.enter_context(hold_folder(real, files, fsync=fsync))
+        # Without a lock, what looks left over may be of a save under way.
+        left = clear_folder(real, files, fsync=fsync) if is_locked else frozenset()
+        yield Exchange(real, layouts, metadata, left, files, stack, fsync=fsync)
 
 
 class Exchange:
@@ -154,22 +148,31 @@ class Exchange:
         directory: str,
         layouts: Sequence[Layout],
         metadata: Mapping[str, str] | None,
+        left: frozenset[str],
         files: Files,
         stack: contextlib.ExitStack,
         *,
         fsync: bool,
     ) -> None:
         self._directory, self._files, self._fsync = directory, files, fsync
-        remove_leftovers(directory, files)
         self._old = look_into(directory, files)
-        self._names = _name_shards(len(layouts), self._old.names)
-        self._interim: bytes | None = None
-        if not has_index(self._old.names):
-            note = {**(metadata or {}), INTERIM: "a save was to put these files here"}
-            self._interim = _interim_text(directory) or _index_text(layouts, self._names, note)
-        self._index = stack.enter_context(self._begin(DEFAULT_INDEX))
-        self._index.sink.write([memoryview(_index_text(layouts, self._names, metadata))], 0)
-        self.shards = [stack.enter_context(self._begin(name)) for name in self._names]
+        self._unwanted = self._old.named | left
+        names = _name_shards(len(layouts), self._old)
+        text = _index_text(layouts, names, metadata)
+
+        def begin(name: str, text: bytes = b"") -> Replacement:
+            """Begin a file of the directory itself; what a link there leads to is another's."""
+            path, example = (os.path.join(directory, n) for n in (name, self._old.example))
+            new = stack.enter_context(Replacement(path, files, follow=False, like=example))
+            new.sink.write([memoryview(text)], 0)
+            return new
+
+        record = begin(RECORD, write_record(directory, {*names, *self._unwanted}, files))
+        self._notes = [record]
+        if not self._old.has_index:
+            self._notes.append(begin(DEFAULT_INDEX, _interim_text(directory) or text))
+        self._index = begin(DEFAULT_INDEX, text)
+        self.shards = [begin(name) for name in names]
         """Files to be filled before `commit`."""
 
     def commit(self) -> None:
@@ -178,16 +181,47 @@ class Exchange:
         Where it fails before the index is in place, all is as it was.
         """
         if self._fsync:
-            for shard in self.shards:
-                shard.sync()
+            for new in (*self.shards, *self._notes):
+                new.sync()
         try:
             self._put_in_place()
-        except BaseException:
-            self._take_back()
+        except BaseException as error:
+            try:
+                self._take_back()
+            except OSError as second:
+                error.add_note(f"and then what is new could not be removed: {second}")
             raise
-        remove_files(self._directory, (*sorted(self._old.replaced), RECORD), self._files)
-        if stranded := self._old.stranded:
-            logging.getLogger("headrace").warning(
+        self._remove_old()
+
+    def _put_in_place(self) -> None:
+        for new in self._notes:
+            new.rename()
+        self._sync()
+        for shard in self.shards:
+            shard.rename()
+        self._sync()
+        self._index.commit(fsync=self._fsync)
+
+    def _take_back(self) -> None:
+        """Remove what came into the directory, unless the new index, which names it, is there."""
+        if self._index.is_in_place():
+            return  # the record lets the next save remove the old shards
+        if self._remove([shard for shard in self.shards if shard.is_in_place()]):
+            self._sync()  # the interim index hides the shards as long as one is there
+            self._remove([new for new in reversed(self._notes) if new.is_in_place()])
+
+    def _remove_old(self) -> None:
+        """Remove what the index replaces; what has to stay for now, stays in the record."""
+        removable = self._old.removable(self._unwanted)
+        all_gone = remove_files(self._directory, sorted(removable), self._files)
+        logger = logging.getLogger("headrace")
+        if self._old.named_by_others is None:
+            what = "%s: old shards stay, since an index there that may name them cannot be read"
+            logger.warning(what, self._directory)
+        elif all_gone:
+            self._remove(self._notes[:1])
+        if stranded := self._old.stranded(self._unwanted):
+            logger.warning(
                 "%s: %s still there beside the new index, which does not name %s; some readers "
                 "take %s first; remove what is of an older checkpoint",
                 self._directory,
@@ -196,45 +230,29 @@ class Exchange:
                 SINGLE,
             )
 
-    def _put_in_place(self) -> None:
-        record = json.dumps(sorted({*self._names, *self._old.replaced}))
-        self._put(RECORD, record.encode())
-        if self._interim is not None:
-            self._put(DEFAULT_INDEX, self._interim)
-        for shard in self.shards:
-            shard.rename()
+    def _remove(self, new: Sequence[Replacement]) -> bool:
+        names = [os.path.basename(each.path) for each in new]
+        return remove_files(self._directory, names, self._files)
+
+    def _sync(self) -> None:
         if self._fsync:
             self._files.sync_directory(self._directory)
-        self._index.commit(fsync=self._fsync)
-
-    def _take_back(self) -> None:
-        """Remove what came into the directory, unless the new index, which names it, is there."""
-        if self._index.is_in_place():
-            return  # the record lets the next save remove the old shards
-        interim = () if self._interim is None else (DEFAULT_INDEX,)
-        remove_files(self._directory, (*self._names, *interim, RECORD), self._files)
-
-    def _put(self, name: str, text: bytes) -> None:
-        with self._begin(name) as new:
-            new.sink.write([memoryview(text)], 0)
-            new.commit(fsync=self._fsync)
-
-    def _begin(self, name: str) -> Replacement:
-        """Begin a file of the directory itself; what a link there leads to is another's."""
-        path, example = (os.path.join(self._directory, n) for n in (name, self._old.example))
-        return Replacement(path, self._files, follow=False, like=example)
 
 
-def _name_shards(count: int, names: frozenset[str]) -> list[str]:
+def _name_shards(count: int, old: Contents) -> list[str]:
     """Names for shards that no file has; plain ones where there is no other checkpoint."""
-    is_first = not has_index(names) and not any(name.endswith(SHARD) for name in names)
+    token = _make_token() if old.files else ""
     while True:
-        token = "" if is_first else f"{os.urandom(_TOKEN_NBYTES).hex()}-"
         chosen = [
             f"model-{token}{number:05}-of-{count:05}{SHARD}" for number in range(1, count + 1)
         ]
-        if names.isdisjoint(chosen):
+        if old.names.isdisjoint(chosen):
             return chosen
+        token = _make_token()
+
+
+def _make_token() -> str:
+    return f"{os.urandom(_TOKEN_NBYTES).hex()}-"
 
 
 def _index_text(
@@ -246,7 +264,8 @@ def _index_text(
     for layout, name in zip(layouts, names, strict=True):
         weight_map.update((spec.name, name) for spec in layout.tensors)
         nbytes += sum(spec.file_range.nbytes for spec in layout.tensors)
-    return shard_index(weight_map, nbytes, metadata)
+    texts = {key: text for key, text in (metadata or {}).items() if key != INTERIM}
+    return shard_index(weight_map, nbytes, texts)
 
 
 def _interim_text(directory: str) -> bytes | None:

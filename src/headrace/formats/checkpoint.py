@@ -19,6 +19,8 @@ _SHARD = ".safetensors"
 _INDEX = ".index.json"
 DEFAULT_INDEX = "model.safetensors.index.json"
 """The index that decides in a directory."""
+INTERIM = "headrace.interim"
+"""Key in the metadata of an index that a save makes of files without one, until it is done."""
 
 _PathText = str | os.PathLike[str]
 
@@ -33,6 +35,8 @@ class _Checkpoint:
     """The index file; None where there is none."""
     shard_of: Mapping[str, str] = field(default_factory=dict)
     """Path of the shard in which the index puts each tensor."""
+    is_interim: bool = False
+    """Whether the index is that of a save which did not end."""
 
 
 def find_files(source: _PathText | Sequence[_PathText]) -> tuple[str, ...]:
@@ -103,10 +107,12 @@ def read_checkpoint(
             holder[spec.name] = catalog.path
     for name, shard in found.shard_of.items():
         if holder.get(name) != shard:
+            remedy = "the files do not belong together: download them again"
+            if found.is_interim:
+                remedy = "the index is left of a save that was killed: remove it, or save again"
             raise FormatError(
                 f"{found.index} puts tensor {name!r} into {shard}, which lacks it (it is in "
-                f"{holder.get(name, 'no shard')}); the files do not belong together: download "
-                "them again"
+                f"{holder.get(name, 'no shard')}); {remedy}"
             )
     return catalogs
 
@@ -157,10 +163,8 @@ def _search_directory(directory: str) -> _Checkpoint:
 
 
 def _follow_index(index: str) -> _Checkpoint:
-    directory = os.path.dirname(index)
-    shard_of = {
-        name: os.path.join(directory, shard) for name, shard in read_index(index).weight_map.items()
-    }
+    directory, read = os.path.dirname(index), read_index(index)
+    shard_of = {name: os.path.join(directory, shard) for name, shard in read.weight_map.items()}
     files = tuple(sorted(set(shard_of.values())))
     for path in files:
         if not os.path.exists(path):
@@ -169,7 +173,7 @@ def _follow_index(index: str) -> _Checkpoint:
                 f"shard is missing, though {index} names it; download it, or save again",
                 path,
             )
-    return _Checkpoint(files, index, shard_of)
+    return _Checkpoint(files, index, shard_of, INTERIM in read.metadata)
 
 
 @dataclass(frozen=True, slots=True)
