@@ -455,7 +455,7 @@ def test_record_of_another_folder_removes_nothing(tmp_path: Path) -> None:
     hn.save(ONE, first)
     kill_until(first, lambda: ".headrace-save.json" in listing(first))
     shutil.copytree(first, second)
-    adapter = json.loads((second / ".headrace-save.json").read_text())["shards"][0]
+    adapter = json.loads((second / ".headrace-save.json").read_text())["shards"].popitem()[0]
     hn.save(TWO, second)
     hn.save_file(ONE, second / adapter)
     (second / ".headrace-save.json").write_bytes((first / ".headrace-save.json").read_bytes())
@@ -520,7 +520,7 @@ def test_first_error_is_the_one_that_is_raised(
         with hr.Context(files=Worse(error)) as context, pytest.raises(type(error)) as caught:
             hn.save(TWO, tmp_path, context=context)
         assert caught.value is error
-        assert "could not be removed" in "".join(error.__notes__)
+        assert "could not all be undone" in "".join(error.__notes__)
         assert "stays locked" in warnings_of(caplog)
     hn.save(TWO, tmp_path)
     assert listing(tmp_path) == {INDEX, *shards_of(tmp_path)}
@@ -551,10 +551,192 @@ def test_error_about_an_index_that_a_killed_save_left_says_so(tmp_path: Path) ->
     hn.save_file(ONE, tmp_path / "model.safetensors")
     kill_until(tmp_path, lambda: INDEX in listing(tmp_path))
     hn.save_file(TWO, tmp_path / "model.safetensors")
-    with pytest.raises(hr.FormatError, match="left of a save that was killed: remove it"):
+    with pytest.raises(hr.FormatError, match="left of a save that was killed: save again"):
         hn.load(tmp_path)
     hn.save(TWO, tmp_path)
     assert same(hn.load(tmp_path), TWO)
+
+
+def kill_before_rename(
+    folder: Path, number: int, tensors: Tensors = TWO, *, max_shard_nbytes: int = 100
+) -> None:
+    """Kill a save before it puts its so many-th name in place: record, interim, shards, index."""
+
+    class Dying(FaultyFiles):
+        left = number
+
+        def rename(self, old: str, new: str) -> None:
+            self.left -= 1
+            if self.left == 0:
+                self.die_at = self.writing_calls + 1
+            super().rename(old, new)
+
+    with hr.Context(files=Dying()) as context, pytest.raises(Killed):
+        hn.save(tensors, folder, max_shard_nbytes=max_shard_nbytes, context=context)
+
+
+def fail_to_save(folder: Path, tensors: Tensors = TWO) -> None:
+    full = FaultyFiles(enospc_after=100)
+    with hr.Context(files=full) as context, pytest.raises(OSError, match="No space"):
+        hn.save(tensors, folder, context=context)
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_files_that_an_interim_index_names_stay_whatever_was_recorded(
+    tmp_path: Path, own: bool
+) -> None:
+    if own:
+        hn.save(ONE, tmp_path)
+    kill_before_rename(tmp_path, 2)
+    if own:
+        (tmp_path / INDEX).unlink()
+    else:
+        hn.save_file(ONE, tmp_path / "model-00001-of-00001.safetensors")
+    kill_before_rename(tmp_path, 3)
+    fail_to_save(tmp_path)
+    assert same(hn.load(tmp_path), ONE)
+    hn.save(TWO, tmp_path)
+    assert same(hn.load(tmp_path), TWO)
+    assert (tmp_path / "model-00001-of-00001.safetensors").exists()
+
+
+@pytest.mark.parametrize("number", [2, 3])
+def test_file_with_a_recorded_name_is_not_taken_for_the_one_that_was_meant(
+    tmp_path: Path, number: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    kill_before_rename(tmp_path, number)
+    (tmp_path / INDEX).unlink(missing_ok=True)
+    plain = tmp_path / "model-00001-of-00001.safetensors"
+    hn.save_file(ONE, plain)
+    caplog.clear()
+    hn.save(TWO, tmp_path)
+    assert same(hn.load_file(plain), ONE)
+    assert f"{plain.name} is still there" in warnings_of(caplog)
+
+
+def test_file_that_takes_the_place_of_an_old_shard_during_a_save_stays(tmp_path: Path) -> None:
+    hn.save(ONE, tmp_path)
+    (name,) = shards_of(tmp_path)
+
+    def take_its_place(_: hr.Progress) -> None:
+        hn.save_file(TWO, tmp_path / name)
+
+    hn.save(TWO, tmp_path, progress=take_its_place)
+    assert same(hn.load_file(tmp_path / name), TWO)
+    assert listing(tmp_path) == {INDEX, name, *shards_of(tmp_path)}
+
+
+def test_index_that_is_made_during_a_save_keeps_its_shards(tmp_path: Path) -> None:
+    best = tmp_path / "best.safetensors.index.json"
+
+    def remember(_: hr.Progress) -> None:
+        best.write_bytes((tmp_path / INDEX).read_bytes())
+
+    hn.save(ONE, tmp_path)
+    hn.save(TWO, tmp_path, progress=remember)
+    assert same(hn.load(best), ONE)
+    assert same(hn.load(tmp_path), TWO)
+
+
+class NoIndex(FaultyFiles):
+    def rename(self, old: str, new: str) -> None:
+        if new.endswith(INDEX):
+            raise OSError(errno.EIO, "EIO", new)
+        super().rename(old, new)
+
+
+def test_failed_save_remembers_what_a_killed_one_left(tmp_path: Path) -> None:
+    hn.save(ONE, tmp_path)
+    (tmp_path / "bad.index.json").write_text("{")
+    kill_before_rename(tmp_path, 4, max_shard_nbytes=30)
+    with hr.Context(files=NoIndex()) as context, pytest.raises(OSError, match="EIO"):
+        hn.save(ONE, tmp_path, context=context)
+    (tmp_path / "bad.index.json").unlink()
+    hn.save(ONE, tmp_path)
+    assert listing(tmp_path) == {INDEX, *shards_of(tmp_path)}
+
+
+def test_leftover_that_cannot_be_removed_once_goes_with_the_next_save(tmp_path: Path) -> None:
+    class Once(FaultyFiles):
+        is_first = True
+
+        def remove(self, path: str) -> None:
+            if self.is_first and os.path.basename(path).startswith("model-"):
+                self.is_first = False
+                raise OSError(errno.EIO, "EIO", path)
+            super().remove(path)
+
+    hn.save(ONE, tmp_path)
+    kill_before_rename(tmp_path, 3)
+    with hr.Context(files=Once()) as context:
+        hn.save(ONE, tmp_path, context=context)
+    hn.save(ONE, tmp_path)
+    assert listing(tmp_path) == {INDEX, *shards_of(tmp_path)}
+
+
+def test_index_that_cannot_be_read_is_told_of_only_where_it_keeps_something(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    other = tmp_path / "search.index.json"
+    other.write_text("{}")
+    hn.save(ONE, tmp_path)
+    assert warnings_of(caplog) == ""
+    (old,) = shards_of(tmp_path)
+    assert listing(tmp_path) == {INDEX, other.name, old}
+    hn.save(TWO, tmp_path)
+    told = warnings_of(caplog)
+    assert "old shards stay" in told
+    assert "remove what is" not in told  # the index may name it
+    other.unlink()
+    (tmp_path / INDEX).unlink()
+    hn.save(ONE, tmp_path)
+    assert f"{old}" in warnings_of(caplog)
+    assert old in listing(tmp_path)
+
+
+@pytest.mark.parametrize("call", ["open", "lock", "status"])
+def test_directories_go_where_the_folder_cannot_even_be_held(tmp_path: Path, call: str) -> None:
+    class Refusing(FaultyFiles):
+        def open(self, path: str, *, direct: bool = False) -> int:
+            self._refuse("open")
+            return super().open(path, direct=direct)
+
+        def lock(self, fd: int) -> bool:
+            self._refuse("lock")
+            return super().lock(fd)
+
+        def status(self, fd: int) -> FileStatus:
+            self._refuse("status")
+            return super().status(fd)
+
+        def _refuse(self, name: str) -> None:
+            if name == call:
+                raise OSError(errno.EMFILE, "EMFILE")
+
+    files = Refusing()
+    with hr.Context(files=files) as context, pytest.raises(OSError, match="EMFILE"):
+        hn.save(ONE, tmp_path / "a" / "b", context=context)
+    assert listing(tmp_path) == set()
+    assert files.open_descriptors == ()
+
+
+def test_missing_file_of_an_index_that_a_killed_save_left_is_told_so(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        hn.save_file({name: np.ones(3)}, tmp_path / f"{name}.safetensors")
+    kill_before_rename(tmp_path, 3)
+    (tmp_path / "a.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match="left of a save that was killed"):
+        hn.load(tmp_path)
+
+
+def test_conversion_into_what_the_source_links_to_is_refused(tmp_path: Path) -> None:
+    folder, link = tmp_path / "model", tmp_path / "one.safetensors"
+    hn.save(TWO, folder, max_shard_nbytes=30)
+    link.symlink_to(folder / min(shards_of(folder)))
+    done = CliRunner().invoke(app, ["convert", str(link), str(folder)])
+    assert done.exit_code == 1
+    assert "is a part of what" in done.stderr
+    assert same(hn.load(folder), TWO)
 
 
 AFTER_THE_MAIN_THREAD = """

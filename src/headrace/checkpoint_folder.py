@@ -8,7 +8,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from headrace.bindings.posix import Files
@@ -45,34 +45,44 @@ class Contents:
 
     @property
     def has_index(self) -> bool:
-        """Whether an index decides what is read, and not which files there are."""
+        """Whether there is an index in it."""
         return any(name.endswith(_INDEX) and name[0] != "." for name in self.files)
 
     @property
-    def named(self) -> frozenset[str]:
-        """Shards that are there and that its index names, if that is one of a checkpoint."""
-        if self.index is None or self._is_interim:
-            return frozenset()
-        return frozenset(filter(_is_shard, self.index.weight_map.values())) & self.files
+    def is_indexed(self) -> bool:
+        """Whether an index has decided what is read, and not which files there are."""
+        return self.has_index and not self._is_interim
+
+    @property
+    def shards(self) -> frozenset[str]:
+        """Shards that are there and that its index names."""
+        named = self.index.weight_map.values() if self.index else ()
+        return frozenset(filter(_is_shard, named)) & self.files
+
+    @property
+    def replaceable(self) -> frozenset[str]:
+        """The same, if nobody needs them any more once there is another index."""
+        return frozenset() if self._is_interim else self.shards
 
     @property
     def example(self) -> str:
         """File whose permissions new ones take; there may be none of the name."""
-        shards = sorted(self.named or filter(_is_shard, self.files))
+        shards = sorted(self.shards or filter(_is_shard, self.files))
         return shards[0] if shards else DEFAULT_INDEX
 
     def removable(self, unwanted: frozenset[str]) -> frozenset[str]:
-        """Those of some shards that are there, and that no other index may name."""
+        """Those of some shards that are there, and that no index names, as far as is known."""
         if self.named_by_others is None:
             return frozenset()
-        return (unwanted & self.files) - self.named_by_others
+        return (unwanted & self.files) - self.shards - self.named_by_others
 
-    def stranded(self, unwanted: frozenset[str]) -> list[str]:
-        """Files of a checkpoint that no index names, and that stay: it may be another's."""
-        # Without an index, every such file was a part of the checkpoint.
-        is_indexed = self.has_index and not self._is_interim
-        belongs = _has_usual_name if is_indexed else _is_shard
-        return sorted(set(filter(belongs, self.files)) - unwanted - (self.named_by_others or set()))
+    def stranded(self, *, was_indexed: bool) -> frozenset[str]:
+        """Files that belong to a checkpoint as it seems, and that no index names.
+
+        Without an index, every shard belonged to it.
+        """
+        belongs = _has_usual_name if was_indexed else _is_shard
+        return self.removable(frozenset(filter(belongs, self.files)))
 
     @property
     def _is_interim(self) -> bool:
@@ -119,14 +129,17 @@ def _has_usual_name(name: str) -> bool:
     return name == SINGLE or _NUMBERED.fullmatch(name) is not None
 
 
-def write_record(directory: str, shards: Iterable[str], files: Files) -> bytes:
-    """The text of the record: shards that come and go in this folder, which no copy of it is."""
+def write_record(directory: str, shards: Mapping[str, int], files: Files) -> bytes:
+    """The text of the record: shards that come and go in this folder, and their inodes.
+
+    So that no other file of the name is taken for one of them, nor a copy of the folder for it.
+    """
     folder = files.path_status(directory).inode
-    return json.dumps({"folder": folder, "shards": sorted(shards)}).encode()
+    return json.dumps({"folder": folder, "shards": shards}, sort_keys=True).encode()
 
 
 def clear_folder(directory: str, files: Files, *, fsync: bool) -> frozenset[str]:
-    """Remove what killed saves left in a locked folder; shards that have to stay for now.
+    """Remove what killed saves left in a locked folder; recorded shards that stay for now.
 
     Raises
     ------
@@ -135,18 +148,16 @@ def clear_folder(directory: str, files: Files, *, fsync: bool) -> frozenset[str]
     """
     remove_stale(directory, _NUMBERED.fullmatch, files)
     old = look_into(directory, files)
-    recorded = _read_record(directory, files) & old.files
-    is_sound = old.index is not None or DEFAULT_INDEX not in old.files
-    if not recorded or not old.has_index or not is_sound:
-        return recorded  # without an index, all that is there may be the checkpoint
-    if fsync:
+    if not old.has_index or (DEFAULT_INDEX in old.files and old.index is None):
+        return frozenset()  # all that is there may be a checkpoint
+    left = _read_record(directory, old, files) - old.shards
+    orphans = old.removable(left)
+    if orphans and fsync:
         files.sync_directory(directory)  # the index that does not name them has to last
-    orphans = old.removable(recorded - old.named)
-    remove_files(directory, sorted(orphans), files)
-    return recorded - orphans
+    return left - (orphans - remove_files(directory, orphans, files))
 
 
-def _read_record(directory: str, files: Files) -> frozenset[str]:
+def _read_record(directory: str, old: Contents, files: Files) -> frozenset[str]:
     """Shards that a killed save was to put in place, or to remove; none if it says nothing."""
     try:
         with open_regular(os.path.join(directory, RECORD)) as file:
@@ -156,8 +167,18 @@ def _read_record(directory: str, files: Files) -> frozenset[str]:
     if not isinstance(record, dict) or record.get("folder") != files.path_status(directory).inode:
         return frozenset()
     shards = record.get("shards")
-    names = shards if isinstance(shards, list) else []
-    return frozenset(name for name in names if isinstance(name, str) and _is_shard(name))
+    recorded = shards.items() if isinstance(shards, dict) else ()
+    found = inodes_of(directory, filter(_is_shard, old.files), files)
+    return frozenset(name for name, inode in recorded if inode == found.get(name, ""))
+
+
+def inodes_of(directory: str, names: Iterable[str], files: Files) -> dict[str, int]:
+    """Inodes of those of some files that are there."""
+    found = {}
+    for name in names:
+        with contextlib.suppress(FileNotFoundError):
+            found[name] = files.path_status(os.path.join(directory, name)).inode
+    return found
 
 
 @contextlib.contextmanager
@@ -182,21 +203,26 @@ def hold_folder(directory: str, files: Files, *, fsync: bool) -> Iterator[bool]:
     """
     made: list[str] = []
     for _ in range(_ATTEMPTS):
-        _make(directory, made, files, fsync=fsync)
-        fd = files.open(directory)
-        is_locked = False
-        try:
-            is_locked = _lock(fd, directory, files)
+        with _unmaking(made), contextlib.ExitStack() as stack:
+            _make(directory, made, files, fsync=fsync)
+            fd = files.open(directory)
+            stack.callback(files.close, fd)
+            held = _lock(fd, files)
+            if held is False:
+                made.clear()  # whoever holds it needs them
+                raise OSError(
+                    errno.EBUSY,
+                    "another save into this directory is under way, or a child that was forked "
+                    "during one lives on; wait for it",
+                    directory,
+                )
+            if held:
+                stack.callback(_unlock, fd, directory, files)
             if not _is_named(fd, directory, files):
                 continue  # who made it too has failed, and took it away
-            try:
-                yield is_locked
-            except BaseException:
-                _unmake(made)  # while it is locked: whoever comes now makes it anew
-                raise
+            with _unmaking(made):  # while it is locked: whoever comes now makes it anew
+                yield held is True
             return
-        finally:
-            _let_go(fd, directory, files, is_locked=is_locked)
     raise OSError(errno.ESTALE, "others remove this directory again and again", directory)
 
 
@@ -207,37 +233,32 @@ def _make(directory: str, made: list[str], files: Files, *, fsync: bool) -> None
         missing.append(path)
         path = os.path.dirname(path)
     made.extend(each for each in missing if each not in made)
+    os.makedirs(directory, exist_ok=True)
+    if fsync:
+        for each in missing:
+            files.sync_directory(os.path.dirname(each))
+
+
+@contextlib.contextmanager
+def _unmaking(made: Sequence[str]) -> Iterator[None]:
+    """Where a block fails, remove the directories that were made for it, if they are empty."""
     try:
-        os.makedirs(directory, exist_ok=True)
-        if fsync:
-            for each in missing:
-                files.sync_directory(os.path.dirname(each))
+        yield
     except BaseException:
-        _unmake(made)
+        for each in made:
+            with contextlib.suppress(OSError):  # not there, or not empty: not ours any more
+                os.rmdir(each)
         raise
 
 
-def _unmake(made: Iterable[str]) -> None:
-    for each in made:
-        with contextlib.suppress(OSError):  # not there, or not empty: not ours any more
-            os.rmdir(each)
-
-
-def _lock(fd: int, directory: str, files: Files) -> bool:
-    """Lock a directory; False where nobody can."""
+def _lock(fd: int, files: Files) -> bool | None:
+    """Lock a directory; False where somebody else has, None where nobody can."""
     try:
-        held = files.lock(fd)
+        return files.lock(fd)
     except OSError as error:
         if error.errno not in (*CANNOT_LOCK, errno.EBADF):  # EBADF: NFS, of a directory
             raise
-        return False
-    if not held:
-        what = (
-            "another save into this directory is under way, or a child that was forked during "
-            "one lives on; wait for it"
-        )
-        raise OSError(errno.EBUSY, what, directory)
-    return True
+        return None
 
 
 def _is_named(fd: int, directory: str, files: Files) -> bool:
@@ -247,28 +268,25 @@ def _is_named(fd: int, directory: str, files: Files) -> bool:
         return False
 
 
-def _let_go(fd: int, directory: str, files: Files, *, is_locked: bool) -> None:
+def _unlock(fd: int, directory: str, files: Files) -> None:
     try:
-        if is_locked:  # to close it is not enough: a forked child may have it open, too
-            files.unlock(fd)
+        files.unlock(fd)  # to close it is not enough: a forked child may have it open, too
     except OSError as error:
         logging.getLogger("headrace").warning("%s stays locked: %s", directory, error)
-    finally:
-        files.close(fd)
 
 
-def remove_files(directory: str, names: Iterable[str], files: Files) -> bool:
-    """Remove files that nobody needs; False where one stays, which the log tells."""
-    all_gone = True
-    for name in names:
+def remove_files(directory: str, names: Iterable[str], files: Files) -> frozenset[str]:
+    """Remove files that nobody needs; those that stay, which the log tells."""
+    stay = set()
+    for name in sorted(names):
         path = os.path.join(directory, name)
         try:
             files.remove(path)
         except FileNotFoundError:
             continue
         except OSError as error:
-            all_gone = False
+            stay.add(name)
             logging.getLogger("headrace").warning(
                 "%s is of no use any more, but stays there: %s", path, error
             )
-    return all_gone
+    return frozenset(stay)

@@ -16,6 +16,7 @@ from headrace.checkpoint_folder import (
     Contents,
     clear_folder,
     hold_folder,
+    inodes_of,
     look_into,
     remove_files,
     write_record,
@@ -156,7 +157,8 @@ class Exchange:
     ) -> None:
         self._directory, self._files, self._fsync = directory, files, fsync
         self._old = look_into(directory, files)
-        self._unwanted = self._old.named | left
+        self._left = left
+        self._unwanted = inodes_of(directory, self._old.replaceable | left, files)
         names = _name_shards(len(layouts), self._old)
         text = _index_text(layouts, names, metadata)
 
@@ -167,13 +169,14 @@ class Exchange:
             new.sink.write([memoryview(text)], 0)
             return new
 
-        record = begin(RECORD, write_record(directory, {*names, *self._unwanted}, files))
-        self._notes = [record]
-        if not self._old.has_index:
-            self._notes.append(begin(DEFAULT_INDEX, _interim_text(directory) or text))
         self._index = begin(DEFAULT_INDEX, text)
         self.shards = [begin(name) for name in names]
         """Files to be filled before `commit`."""
+        made = [new.sink.identity.inode for new in self.shards]
+        recorded = {**self._unwanted, **dict(zip(names, made, strict=True))}
+        self._notes = [begin(RECORD, write_record(directory, recorded, files))]
+        if not self._old.has_index:
+            self._notes.append(begin(DEFAULT_INDEX, _interim_text(directory) or text))
 
     def commit(self) -> None:
         """Put the shards into place, then the index, and remove what it replaces.
@@ -189,7 +192,7 @@ class Exchange:
             try:
                 self._take_back()
             except OSError as second:
-                error.add_note(f"and then what is new could not be removed: {second}")
+                error.add_note(f"and then it could not all be undone: {second}")
             raise
         self._remove_old()
 
@@ -206,21 +209,30 @@ class Exchange:
         """Remove what came into the directory, unless the new index, which names it, is there."""
         if self._index.is_in_place():
             return  # the record lets the next save remove the old shards
-        if self._remove([shard for shard in self.shards if shard.is_in_place()]):
-            self._sync()  # the interim index hides the shards as long as one is there
-            self._remove([new for new in reversed(self._notes) if new.is_in_place()])
+        if self._remove(self.shards):
+            return  # the interim index hides the shards as long as one is there
+        self._sync()
+        record, *interim = self._notes
+        self._remove([*interim, *(() if self._left else (record,))])
 
     def _remove_old(self) -> None:
         """Remove what the index replaces; what has to stay for now, stays in the record."""
-        removable = self._old.removable(self._unwanted)
-        all_gone = remove_files(self._directory, sorted(removable), self._files)
         logger = logging.getLogger("headrace")
-        if self._old.named_by_others is None:
+        try:
+            now = look_into(self._directory, self._files)
+        except OSError as error:
+            logger.warning("%s: old shards stay: %s", self._directory, error)
+            return
+        there = inodes_of(self._directory, self._unwanted, self._files)
+        unwanted = frozenset(name for name, _ in there.items() & self._unwanted.items())
+        unwanted -= now.shards
+        if now.named_by_others is None and unwanted:
             what = "%s: old shards stay, since an index there that may name them cannot be read"
             logger.warning(what, self._directory)
-        elif all_gone:
+            return
+        if not remove_files(self._directory, now.removable(unwanted), self._files):
             self._remove(self._notes[:1])
-        if stranded := self._old.stranded(self._unwanted):
+        if stranded := sorted(now.stranded(was_indexed=self._old.is_indexed) - unwanted):
             logger.warning(
                 "%s: %s still there beside the new index, which does not name %s; some readers "
                 "take %s first; remove what is of an older checkpoint",
@@ -230,8 +242,9 @@ class Exchange:
                 SINGLE,
             )
 
-    def _remove(self, new: Sequence[Replacement]) -> bool:
-        names = [os.path.basename(each.path) for each in new]
+    def _remove(self, new: Sequence[Replacement]) -> frozenset[str]:
+        """Remove files of this save, where they are in place; those that stay."""
+        names = [os.path.basename(each.path) for each in new if each.is_in_place()]
         return remove_files(self._directory, names, self._files)
 
     def _sync(self) -> None:

@@ -151,7 +151,8 @@ def _check_directory(target: str, source: str, paths: Sequence[str]) -> None:
 
 def _check_whole(target: str, source: str, paths: Sequence[str]) -> None:
     """Refuse to replace a checkpoint by a part of it."""
-    if not any(path.endswith(_FILE) and _lies_in(path, target) for path in paths):
+    named = {*paths, *map(os.path.realpath, paths)}
+    if not any(path.endswith(_FILE) and _lies_in(path, target) for path in named):
         return
     try:
         whole = find_files(target)

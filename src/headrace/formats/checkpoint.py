@@ -22,6 +22,10 @@ DEFAULT_INDEX = "model.safetensors.index.json"
 INTERIM = "headrace.interim"
 """Key in the metadata of an index that a save makes of files without one, until it is done."""
 
+_INTERIM_REMEDY = (
+    "the index is left of a save that was killed: save again, or load the files by their names"
+)
+
 _PathText = str | os.PathLike[str]
 
 
@@ -109,7 +113,7 @@ def read_checkpoint(
         if holder.get(name) != shard:
             remedy = "the files do not belong together: download them again"
             if found.is_interim:
-                remedy = "the index is left of a save that was killed: remove it, or save again"
+                remedy = _INTERIM_REMEDY
             raise FormatError(
                 f"{found.index} puts tensor {name!r} into {shard}, which lacks it (it is in "
                 f"{holder.get(name, 'no shard')}); {remedy}"
@@ -166,14 +170,16 @@ def _follow_index(index: str) -> _Checkpoint:
     directory, read = os.path.dirname(index), read_index(index)
     shard_of = {name: os.path.join(directory, shard) for name, shard in read.weight_map.items()}
     files = tuple(sorted(set(shard_of.values())))
+    is_interim = INTERIM in read.metadata
+    remedy = _INTERIM_REMEDY if is_interim else "download it, or save again"
     for path in files:
         if not os.path.exists(path):
             raise FileNotFoundError(
                 errno.ENOENT,
-                f"shard is missing, though {index} names it; download it, or save again",
+                f"shard is missing, though {index} names it; {remedy}",
                 path,
             )
-    return _Checkpoint(files, index, shard_of, INTERIM in read.metadata)
+    return _Checkpoint(files, index, shard_of, is_interim)
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,11 +22,12 @@ _Move = Callable[[int, Sequence[memoryview], int], int]
 class OpenFile(ABC):
     """A regular file and its descriptors, which it owns; moves all bytes or raises."""
 
+    _fd = -1  # of the class, for an interrupt may come before anything else is there
+    _direct_fd: int | None = None
+
     def __init__(self, path: str, files: Files, open_it: Callable[[], int]) -> None:
         self.path = path
         self._files = files
-        self._direct_fd: int | None = None
-        self._fd = -1
         self._fd = open_it()
         try:
             self._opened = files.status(self._fd)
