@@ -455,7 +455,7 @@ def test_record_of_another_folder_removes_nothing(tmp_path: Path) -> None:
     hn.save(ONE, first)
     kill_until(first, lambda: ".headrace-save.json" in listing(first))
     shutil.copytree(first, second)
-    adapter = json.loads((second / ".headrace-save.json").read_text())["shards"].popitem()[0]
+    adapter = json.loads((second / ".headrace-save.json").read_text())["new"].popitem()[0]
     hn.save(TWO, second)
     hn.save_file(ONE, second / adapter)
     (second / ".headrace-save.json").write_bytes((first / ".headrace-save.json").read_bytes())
@@ -614,16 +614,87 @@ def test_file_with_a_recorded_name_is_not_taken_for_the_one_that_was_meant(
     assert f"{plain.name} is still there" in warnings_of(caplog)
 
 
-def test_file_that_takes_the_place_of_an_old_shard_during_a_save_stays(tmp_path: Path) -> None:
+INODES_COME_BACK = pytest.mark.parametrize("times", [1, 2, 3, 4])
+"""ext4 gives the number of a file that went to one of the next: how often there is a new one."""
+
+
+@INODES_COME_BACK
+def test_file_that_takes_the_place_of_an_old_shard_during_a_save_stays(
+    tmp_path: Path, times: int
+) -> None:
     hn.save(ONE, tmp_path)
     (name,) = shards_of(tmp_path)
+    is_taken = threading.Event()
 
     def take_its_place(_: hr.Progress) -> None:
-        hn.save_file(TWO, tmp_path / name)
+        if not is_taken.is_set():
+            is_taken.set()
+            for _n in range(times):
+                hn.save_file(TWO, tmp_path / name)
 
     hn.save(TWO, tmp_path, progress=take_its_place)
     assert same(hn.load_file(tmp_path / name), TWO)
     assert listing(tmp_path) == {INDEX, name, *shards_of(tmp_path)}
+
+
+@INODES_COME_BACK
+def test_file_that_takes_the_name_of_a_shard_that_went_stays(tmp_path: Path, times: int) -> None:
+    class Dying(FaultyFiles):
+        def remove(self, path: str) -> None:
+            if path.endswith(".headrace-save.json"):
+                self.die_at = self.writing_calls + 1
+            super().remove(path)
+
+    hn.save(ONE, tmp_path)
+    (name,) = shards_of(tmp_path)
+    with hr.Context(files=Dying()) as context, pytest.raises(Killed):
+        hn.save(TWO, tmp_path, context=context)
+    for _ in range(times):
+        hn.save_file(ONE, tmp_path / name)
+    hn.save(TWO, tmp_path)
+    assert same(hn.load_file(tmp_path / name), ONE)
+
+
+@pytest.mark.parametrize("is_killed", [True, False])
+def test_shards_of_an_index_that_is_set_aside_after_a_save_that_did_not_end_stay(
+    tmp_path: Path, is_killed: bool
+) -> None:
+    three = {"d": np.ones(4)}
+    hn.save(ONE, tmp_path)
+    (tmp_path / INDEX).rename(tmp_path / "best.safetensors.index.json")
+    hn.save(TWO, tmp_path)
+    if is_killed:
+        kill_before_rename(tmp_path, 3, three)
+    else:
+        with hr.Context(files=NoIndex()) as context, pytest.raises(OSError, match="EIO"):
+            hn.save(three, tmp_path, context=context)
+    (tmp_path / INDEX).rename(tmp_path / "aside.json")
+    hn.save(three, tmp_path)
+    (tmp_path / "aside.json").rename(tmp_path / "aside.index.json")
+    assert same(hn.load(tmp_path / "aside.index.json"), TWO)
+    assert len(list(tmp_path.glob("*.safetensors"))) == 3
+
+
+def test_save_that_cannot_lock_leaves_the_record_of_a_killed_one(tmp_path: Path) -> None:
+    hn.save(ONE, tmp_path)
+    kill_before_rename(tmp_path, 3)
+    with hr.Context(files=Unlockable()) as context:
+        hn.save(ONE, tmp_path, context=context)
+    hn.save(ONE, tmp_path)
+    assert listing(tmp_path) == {INDEX, *shards_of(tmp_path)}
+
+
+@pytest.mark.parametrize("kind", ["loop", "pipe", "dangling"])
+def test_what_no_reader_can_open_hinders_no_save(tmp_path: Path, kind: str) -> None:
+    for name in ("x.safetensors", "other.index.json"):
+        if kind == "pipe":
+            os.mkfifo(tmp_path / name)
+        else:
+            (tmp_path / name).symlink_to(name if kind == "loop" else "nowhere")
+    for tensors in (ONE, TWO):
+        hn.save(tensors, tmp_path)
+        assert same(hn.load(tmp_path / INDEX), tensors)
+    assert listing(tmp_path) == {INDEX, "x.safetensors", "other.index.json", *shards_of(tmp_path)}
 
 
 def test_index_that_is_made_during_a_save_keeps_its_shards(tmp_path: Path) -> None:

@@ -9,9 +9,9 @@ import logging
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 
-from headrace.bindings.posix import Files
+from headrace.bindings.posix import Files, FileStatus
 from headrace.errors import FormatError
 from headrace.formats.checkpoint import DEFAULT_INDEX, INTERIM, Index, read_index
 from headrace.formats.raw import open_regular
@@ -37,7 +37,7 @@ class Contents:
     names: frozenset[str]
     """All that is in it."""
     files: frozenset[str]
-    """Shards and indexes among them; no directories."""
+    """Shards and indexes among them; no directories, nor links that lead nowhere."""
     index: Index | None
     """What its index says; None where there is none, or no sound one."""
     named_by_others: frozenset[str] | None
@@ -101,7 +101,7 @@ def look_into(directory: str, files: Files) -> Contents:
     there = frozenset(
         name
         for name in names
-        if name.endswith((SHARD, _ANY_INDEX)) and not os.path.isdir(os.path.join(directory, name))
+        if name.endswith((SHARD, _ANY_INDEX)) and os.path.isfile(os.path.join(directory, name))
     )
     index = None
     if DEFAULT_INDEX in there:
@@ -129,17 +129,44 @@ def _has_usual_name(name: str) -> bool:
     return name == SINGLE or _NUMBERED.fullmatch(name) is not None
 
 
-def write_record(directory: str, shards: Mapping[str, int], files: Files) -> bytes:
-    """The text of the record: shards that come and go in this folder, and their inodes.
+@dataclass(frozen=True, slots=True)
+class Record:
+    """Shards that come and go in a folder, with a mark by which each is known again."""
 
-    So that no other file of the name is taken for one of them, nor a copy of the folder for it.
-    """
-    folder = files.path_status(directory).inode
-    return json.dumps({"folder": folder, "shards": shards}, sort_keys=True).encode()
+    folder: int
+    """Inode of the folder: a copy of it has another."""
+    new: Marks = field(default_factory=dict)
+    """Shards that the save is to put in place."""
+    old: Marks = field(default_factory=dict)
+    """Shards that nobody needs once it has."""
+    left: Marks = field(default_factory=dict)
+    """Shards that nobody has needed since an earlier save."""
+
+    def text(self) -> bytes:
+        """As it is written."""
+        return json.dumps(asdict(self), sort_keys=True).encode()
+
+
+Marks = Mapping[str, Sequence[int]]
+"""Inode, bytes and time of the last change, by name: other files may get the name or the inode."""
+
+
+def mark_of(status: FileStatus) -> Sequence[int]:
+    """What tells a shard from any other file of its name."""
+    return [status.inode, status.nbytes, status.mtime_ns]
+
+
+def marks_of(directory: str, names: Iterable[str], files: Files) -> dict[str, Sequence[int]]:
+    """Marks of those of some files that are there."""
+    found = {}
+    for name in names:
+        with contextlib.suppress(FileNotFoundError):
+            found[name] = mark_of(files.path_status(os.path.join(directory, name)))
+    return found
 
 
 def clear_folder(directory: str, files: Files, *, fsync: bool) -> frozenset[str]:
-    """Remove what killed saves left in a locked folder; recorded shards that stay for now.
+    """Remove what killed saves left in a locked folder; shards of theirs that stay for now.
 
     Raises
     ------
@@ -150,35 +177,35 @@ def clear_folder(directory: str, files: Files, *, fsync: bool) -> frozenset[str]
     old = look_into(directory, files)
     if not old.has_index or (DEFAULT_INDEX in old.files and old.index is None):
         return frozenset()  # all that is there may be a checkpoint
-    left = _read_record(directory, old, files) - old.shards
+    left = _find_left(directory, old, files) - old.shards
     orphans = old.removable(left)
     if orphans and fsync:
         files.sync_directory(directory)  # the index that does not name them has to last
     return left - (orphans - remove_files(directory, orphans, files))
 
 
-def _read_record(directory: str, old: Contents, files: Files) -> frozenset[str]:
-    """Shards that a killed save was to put in place, or to remove; none if it says nothing."""
+def _find_left(directory: str, old: Contents, files: Files) -> frozenset[str]:
+    """Shards that nobody needs since a save was killed."""
+    record = _read_record(os.path.join(directory, RECORD))
+    if record is None or record.folder != files.path_status(directory).inode:
+        return frozenset()
+    there = marks_of(directory, filter(_is_shard, old.files), files)
+
+    def met(marks: Marks) -> frozenset[str]:
+        return frozenset(name for name, mark in marks.items() if there.get(name) == mark)
+
+    new, named = met(record.new), old.shards | (old.named_by_others or frozenset())
+    return met(record.left) | (met(record.old) if new & named else new)
+
+
+def _read_record(path: str) -> Record | None:
     try:
-        with open_regular(os.path.join(directory, RECORD)) as file:
-            record = json.loads(file.read())
-    except (FormatError, OSError, ValueError, RecursionError):
-        return frozenset()
-    if not isinstance(record, dict) or record.get("folder") != files.path_status(directory).inode:
-        return frozenset()
-    shards = record.get("shards")
-    recorded = shards.items() if isinstance(shards, dict) else ()
-    found = inodes_of(directory, filter(_is_shard, old.files), files)
-    return frozenset(name for name, inode in recorded if inode == found.get(name, ""))
-
-
-def inodes_of(directory: str, names: Iterable[str], files: Files) -> dict[str, int]:
-    """Inodes of those of some files that are there."""
-    found = {}
-    for name in names:
-        with contextlib.suppress(FileNotFoundError):
-            found[name] = files.path_status(os.path.join(directory, name)).inode
-    return found
+        with open_regular(path) as file:
+            record = Record(**json.loads(file.read()))
+    except (FormatError, OSError, ValueError, TypeError, RecursionError):
+        return None
+    groups = (record.new, record.old, record.left)
+    return record if all(isinstance(group, dict) for group in groups) else None
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,12 +15,13 @@ from headrace.checkpoint_folder import (
     SHARD,
     SINGLE,
     Contents,
+    Record,
     clear_folder,
     hold_folder,
-    inodes_of,
     look_into,
+    mark_of,
+    marks_of,
     remove_files,
-    write_record,
 )
 from headrace.context import Context, choose_context
 from headrace.errors import FormatError
@@ -130,7 +132,7 @@ def open_exchange(
     with contextlib.ExitStack() as stack:
         is_locked = stack.enter_context(hold_folder(real, files, fsync=fsync))
         # Without a lock, what looks left over may be of a save under way.
-        left = clear_folder(real, files, fsync=fsync) if is_locked else frozenset()
+        left = clear_folder(real, files, fsync=fsync) if is_locked else None
         yield Exchange(real, layouts, metadata, left, files, stack, fsync=fsync)
 
 
@@ -149,7 +151,7 @@ class Exchange:
         directory: str,
         layouts: Sequence[Layout],
         metadata: Mapping[str, str] | None,
-        left: frozenset[str],
+        left: frozenset[str] | None,
         files: Files,
         stack: contextlib.ExitStack,
         *,
@@ -157,8 +159,8 @@ class Exchange:
     ) -> None:
         self._directory, self._files, self._fsync = directory, files, fsync
         self._old = look_into(directory, files)
-        self._left = left
-        self._unwanted = inodes_of(directory, self._old.replaceable | left, files)
+        self._replaced = marks_of(directory, self._old.replaceable, files)
+        self._left = marks_of(directory, left or (), files)
         names = _name_shards(len(layouts), self._old)
         text = _index_text(layouts, names, metadata)
 
@@ -172,11 +174,11 @@ class Exchange:
         self._index = begin(DEFAULT_INDEX, text)
         self.shards = [begin(name) for name in names]
         """Files to be filled before `commit`."""
-        made = [new.sink.identity.inode for new in self.shards]
-        recorded = {**self._unwanted, **dict(zip(names, made, strict=True))}
-        self._notes = [begin(RECORD, write_record(directory, recorded, files))]
+        # Others would take ours for a killed save's where nobody can lock.
+        self._record = None if left is None else begin(RECORD)
+        self._interim: Replacement | None = None
         if not self._old.has_index:
-            self._notes.append(begin(DEFAULT_INDEX, _interim_text(directory) or text))
+            self._interim = begin(DEFAULT_INDEX, _interim_text(directory) or text)
 
     def commit(self) -> None:
         """Put the shards into place, then the index, and remove what it replaces.
@@ -184,8 +186,13 @@ class Exchange:
         Where it fails before the index is in place, all is as it was.
         """
         if self._fsync:
-            for new in (*self.shards, *self._notes):
-                new.sync()
+            for shard in self.shards:
+                shard.sync()
+        if self._record is not None:
+            self._record.sink.write([memoryview(self._describe())], 0)
+        if self._fsync:
+            for note in self._notes:
+                note.sync()
         try:
             self._put_in_place()
         except BaseException as error:
@@ -195,6 +202,19 @@ class Exchange:
                 error.add_note(f"and then it could not all be undone: {second}")
             raise
         self._remove_old()
+
+    @property
+    def _notes(self) -> list[Replacement]:
+        return [note for note in (self._record, self._interim) if note is not None]
+
+    def _describe(self) -> bytes:
+        """What the record says."""
+        new = {
+            os.path.basename(shard.path): mark_of(self._files.status(shard.sink.fd))
+            for shard in self.shards
+        }
+        folder = self._files.path_status(self._directory).inode
+        return Record(folder, new, self._replaced, self._left).text()
 
     def _put_in_place(self) -> None:
         for new in self._notes:
@@ -212,8 +232,8 @@ class Exchange:
         if self._remove(self.shards):
             return  # the interim index hides the shards as long as one is there
         self._sync()
-        record, *interim = self._notes
-        self._remove([*interim, *(() if self._left else (record,))])
+        kept = self._record if self._left else None
+        self._remove([note for note in reversed(self._notes) if note is not kept])
 
     def _remove_old(self) -> None:
         """Remove what the index replaces; what has to stay for now, stays in the record."""
@@ -223,15 +243,15 @@ class Exchange:
         except OSError as error:
             logger.warning("%s: old shards stay: %s", self._directory, error)
             return
-        there = inodes_of(self._directory, self._unwanted, self._files)
-        unwanted = frozenset(name for name, _ in there.items() & self._unwanted.items())
-        unwanted -= now.shards
+        known = {**self._replaced, **self._left}
+        there = marks_of(self._directory, known, self._files)
+        unwanted = frozenset(n for n, mark in there.items() if mark == known[n]) - now.shards
         if now.named_by_others is None and unwanted:
             what = "%s: old shards stay, since an index there that may name them cannot be read"
             logger.warning(what, self._directory)
             return
         if not remove_files(self._directory, now.removable(unwanted), self._files):
-            self._remove(self._notes[:1])
+            self._remove([self._record] if self._record else [])
         if stranded := sorted(now.stranded(was_indexed=self._old.is_indexed) - unwanted):
             logger.warning(
                 "%s: %s still there beside the new index, which does not name %s; some readers "
@@ -286,6 +306,10 @@ def _interim_text(directory: str) -> bytes | None:
     try:
         catalogs = read_checkpoint(directory)
     except (FormatError, FileNotFoundError):
+        return None
+    except OSError as error:
+        if error.errno != errno.ELOOP:  # nobody can read a link that leads to itself
+            raise
         return None
     weight_map = {
         spec.name: os.path.basename(catalog.path)
