@@ -675,6 +675,96 @@ def test_shards_of_an_index_that_is_set_aside_after_a_save_that_did_not_end_stay
     assert len(list(tmp_path.glob("*.safetensors"))) == 3
 
 
+class RecordStays(FaultyFiles):
+    """Is killed, or fails to remove, as the record is to go: the save is over by then."""
+
+    def __init__(self, *, dies: bool) -> None:
+        super().__init__()
+        self.dies = dies
+
+    def remove(self, path: str) -> None:
+        if path.endswith(".headrace-save.json"):
+            if not self.dies:
+                raise OSError(errno.EIO, "EIO", path)
+            self.die_at = self.writing_calls + 1
+        super().remove(path)
+
+
+@pytest.mark.parametrize("dies", [True, False])
+@pytest.mark.parametrize("alone", [True, False])
+def test_shards_of_a_save_that_got_through_stay_where_its_index_is_set_aside(
+    tmp_path: Path, dies: bool, alone: bool
+) -> None:
+    three = {"d": np.ones(4)}
+    hn.save(ONE, tmp_path)
+    if not alone:
+        (tmp_path / INDEX).rename(tmp_path / "best.safetensors.index.json")
+    ended = pytest.raises(Killed) if dies else contextlib.nullcontext()
+    with hr.Context(files=RecordStays(dies=dies)) as context, ended:
+        hn.save(TWO, tmp_path, context=context)
+    (tmp_path / INDEX).rename(tmp_path / "aside.json")
+    if alone:
+        hn.save_file(ONE, tmp_path / "mine.safetensors")
+        (tmp_path / INDEX).write_text('{"weight_map": {"a": "mine.safetensors"}}')
+    hn.save(three, tmp_path)
+    (tmp_path / "aside.json").rename(tmp_path / "aside.index.json")
+    assert same(hn.load(tmp_path / "aside.index.json"), TWO)
+    assert same(hn.load(tmp_path / INDEX), three)
+
+
+def test_file_that_comes_in_place_of_a_shard_that_did_not_stays(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    kill_before_rename(tmp_path, 3)
+    with pytest.raises(FileNotFoundError, match="left of a save that was killed"):
+        hn.load(tmp_path)
+    plain = tmp_path / "model-00001-of-00001.safetensors"
+    hn.save_file(TWO, plain)
+    assert same(hn.load(tmp_path), TWO)
+    caplog.clear()
+    hn.save(ONE, tmp_path)
+    assert same(hn.load_file(plain), TWO)
+    assert f"{plain.name} is still there" in warnings_of(caplog)
+
+
+def test_old_shard_that_cannot_be_looked_at_does_not_fail_a_save_that_is_over(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Blind(FaultyFiles):
+        is_over = False
+
+        def rename(self, old: str, new: str) -> None:
+            super().rename(old, new)
+            self.is_over = new.endswith(INDEX)
+
+        def path_status(self, path: str) -> FileStatus:
+            if self.is_over and path.endswith(".safetensors"):
+                raise OSError(errno.EIO, "EIO", path)
+            return super().path_status(path)
+
+    hn.save(ONE, tmp_path)
+    with hr.Context(files=Blind()) as context:
+        hn.save(TWO, tmp_path, context=context)
+    assert "old shards stay" in warnings_of(caplog)
+    hn.save(ONE, tmp_path)
+    assert listing(tmp_path) == {INDEX, *shards_of(tmp_path)}
+
+
+@pytest.mark.parametrize("change", ["gone", "written again"])
+def test_old_shards_go_also_where_the_new_ones_have_changed_since(
+    tmp_path: Path, change: str
+) -> None:
+    hn.save(ONE, tmp_path)
+    (old,) = shards_of(tmp_path)
+    kill_until(tmp_path, lambda: old not in shards_of(tmp_path))
+    for name in shards_of(tmp_path):
+        (tmp_path / name).unlink()
+        if change != "gone":
+            hn.save_file(TWO, tmp_path / name)
+    hn.save(ONE, tmp_path)
+    assert old not in listing(tmp_path)
+
+
 def test_save_that_cannot_lock_leaves_the_record_of_a_killed_one(tmp_path: Path) -> None:
     hn.save(ONE, tmp_path)
     kill_before_rename(tmp_path, 3)

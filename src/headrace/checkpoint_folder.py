@@ -56,8 +56,12 @@ class Contents:
     @property
     def shards(self) -> frozenset[str]:
         """Shards that are there and that its index names."""
-        named = self.index.weight_map.values() if self.index else ()
-        return frozenset(filter(_is_shard, named)) & self.files
+        return frozenset(filter(_is_shard, self.named)) & self.files
+
+    @property
+    def named(self) -> frozenset[str]:
+        """All that its index names."""
+        return frozenset(self.index.weight_map.values() if self.index else ())
 
     @property
     def replaceable(self) -> frozenset[str]:
@@ -135,6 +139,8 @@ class Record:
 
     folder: int
     """Inode of the folder: a copy of it has another."""
+    index: str
+    """Name of the new index until it is in place, which tells that it is not."""
     new: Marks = field(default_factory=dict)
     """Shards that the save is to put in place."""
     old: Marks = field(default_factory=dict)
@@ -177,7 +183,7 @@ def clear_folder(directory: str, files: Files, *, fsync: bool) -> frozenset[str]
     old = look_into(directory, files)
     if not old.has_index or (DEFAULT_INDEX in old.files and old.index is None):
         return frozenset()  # all that is there may be a checkpoint
-    left = _find_left(directory, old, files) - old.shards
+    left = _find_left(directory, old, files)
     orphans = old.removable(left)
     if orphans and fsync:
         files.sync_directory(directory)  # the index that does not name them has to last
@@ -185,7 +191,7 @@ def clear_folder(directory: str, files: Files, *, fsync: bool) -> frozenset[str]
 
 
 def _find_left(directory: str, old: Contents, files: Files) -> frozenset[str]:
-    """Shards that nobody needs since a save was killed."""
+    """Shards that nobody needs since a save was killed, but for an index that stands in."""
     record = _read_record(os.path.join(directory, RECORD))
     if record is None or record.folder != files.path_status(directory).inode:
         return frozenset()
@@ -194,8 +200,12 @@ def _find_left(directory: str, old: Contents, files: Files) -> frozenset[str]:
     def met(marks: Marks) -> frozenset[str]:
         return frozenset(name for name, mark in marks.items() if there.get(name) == mark)
 
-    new, named = met(record.new), old.shards | (old.named_by_others or frozenset())
-    return met(record.left) | (met(record.old) if new & named else new)
+    named = old.named | (old.named_by_others or frozenset())
+    left = met(record.left) - named
+    if record.index in old.names or not old.is_indexed:
+        return left | met(record.new)
+    # The index was in place, and may have been set aside, with its shards, since.
+    return left | (met(record.old) - named if named & record.new.keys() else frozenset())
 
 
 def _read_record(path: str) -> Record | None:

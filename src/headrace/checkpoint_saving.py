@@ -162,7 +162,8 @@ class Exchange:
         self._replaced = marks_of(directory, self._old.replaceable, files)
         self._left = marks_of(directory, left or (), files)
         names = _name_shards(len(layouts), self._old)
-        text = _index_text(layouts, names, metadata)
+        # Only an index that stands in has that key.
+        texts = {key: text for key, text in (metadata or {}).items() if key != INTERIM}
 
         def begin(name: str, text: bytes = b"") -> Replacement:
             """Begin a file of the directory itself; what a link there leads to is another's."""
@@ -171,14 +172,16 @@ class Exchange:
             new.sink.write([memoryview(text)], 0)
             return new
 
-        self._index = begin(DEFAULT_INDEX, text)
+        self._index = begin(DEFAULT_INDEX, _index_text(layouts, names, texts))
         self.shards = [begin(name) for name in names]
         """Files to be filled before `commit`."""
         # Others would take ours for a killed save's where nobody can lock.
-        self._record = None if left is None else begin(RECORD)
-        self._interim: Replacement | None = None
+        self._record = [] if left is None else [begin(RECORD)]
+        self._interim = []
         if not self._old.has_index:
-            self._interim = begin(DEFAULT_INDEX, _interim_text(directory) or text)
+            note = {**texts, INTERIM: "a save was to put these files here"}
+            interim = _interim_text(directory) or _index_text(layouts, names, note)
+            self._interim = [begin(DEFAULT_INDEX, interim)]
 
     def commit(self) -> None:
         """Put the shards into place, then the index, and remove what it replaces.
@@ -188,24 +191,17 @@ class Exchange:
         if self._fsync:
             for shard in self.shards:
                 shard.sync()
-        if self._record is not None:
-            self._record.sink.write([memoryview(self._describe())], 0)
+        for record in self._record:
+            record.sink.write([memoryview(self._describe())], 0)
         if self._fsync:
-            for note in self._notes:
+            for note in (*self._record, *self._interim):
                 note.sync()
         try:
             self._put_in_place()
         except BaseException as error:
-            try:
-                self._take_back()
-            except OSError as second:
-                error.add_note(f"and then it could not all be undone: {second}")
+            self._undo(error)
             raise
         self._remove_old()
-
-    @property
-    def _notes(self) -> list[Replacement]:
-        return [note for note in (self._record, self._interim) if note is not None]
 
     def _describe(self) -> bytes:
         """What the record says."""
@@ -214,44 +210,58 @@ class Exchange:
             for shard in self.shards
         }
         folder = self._files.path_status(self._directory).inode
-        return Record(folder, new, self._replaced, self._left).text()
+        index = os.path.basename(self._index.temporary or "")
+        return Record(folder, index, new, self._replaced, self._left).text()
 
     def _put_in_place(self) -> None:
-        for new in self._notes:
-            new.rename()
+        for note in (*self._record, *self._interim):
+            note.rename()
         self._sync()
         for shard in self.shards:
             shard.rename()
         self._sync()
         self._index.commit(fsync=self._fsync)
 
-    def _take_back(self) -> None:
-        """Remove what came into the directory, unless the new index, which names it, is there."""
-        if self._index.is_in_place():
-            return  # the record lets the next save remove the old shards
+    def _undo(self, error: BaseException) -> None:
+        """Take back what came into the directory, unless the new index, which names it, is there.
+
+        What cannot be, the next save takes back: it finds the record, and the index beside it.
+        """
+        is_over = False
+        try:
+            is_over = self._index.is_in_place() or self._take_back()
+        except OSError as second:
+            error.add_note(f"and then it could not all be undone: {second}")
+        finally:
+            if not is_over:
+                self._index.leave()
+
+    def _take_back(self) -> bool:
         if self._remove(self.shards):
-            return  # the interim index hides the shards as long as one is there
+            return False  # the interim index hides the shards as long as one is there
         self._sync()
-        kept = self._record if self._left else None
-        self._remove([note for note in reversed(self._notes) if note is not kept])
+        self._remove(self._interim)
+        if not self._left:
+            self._remove(self._record)
+        return True
 
     def _remove_old(self) -> None:
         """Remove what the index replaces; what has to stay for now, stays in the record."""
         logger = logging.getLogger("headrace")
+        known = {**self._replaced, **self._left}
         try:
             now = look_into(self._directory, self._files)
+            there = marks_of(self._directory, known, self._files)
         except OSError as error:
             logger.warning("%s: old shards stay: %s", self._directory, error)
             return
-        known = {**self._replaced, **self._left}
-        there = marks_of(self._directory, known, self._files)
         unwanted = frozenset(n for n, mark in there.items() if mark == known[n]) - now.shards
         if now.named_by_others is None and unwanted:
             what = "%s: old shards stay, since an index there that may name them cannot be read"
             logger.warning(what, self._directory)
             return
         if not remove_files(self._directory, now.removable(unwanted), self._files):
-            self._remove([self._record] if self._record else [])
+            self._remove(self._record)
         if stranded := sorted(now.stranded(was_indexed=self._old.is_indexed) - unwanted):
             logger.warning(
                 "%s: %s still there beside the new index, which does not name %s; some readers "
@@ -297,8 +307,7 @@ def _index_text(
     for layout, name in zip(layouts, names, strict=True):
         weight_map.update((spec.name, name) for spec in layout.tensors)
         nbytes += sum(spec.file_range.nbytes for spec in layout.tensors)
-    texts = {key: text for key, text in (metadata or {}).items() if key != INTERIM}
-    return shard_index(weight_map, nbytes, texts)
+    return shard_index(weight_map, nbytes, metadata)
 
 
 def _interim_text(directory: str) -> bytes | None:

@@ -79,6 +79,11 @@ class Replacement:
             raise
 
     @property
+    def temporary(self) -> str | None:
+        """Path of the new file until it is renamed; None once it is, or is gone."""
+        return self._temporary
+
+    @property
     def sink(self) -> Sink:
         """The new file, empty at first; closed by `commit` and `abandon`."""
         return self._sink
@@ -173,6 +178,11 @@ class Replacement:
             self._discard()
         finally:
             self._sink.close()
+
+    def leave(self) -> None:
+        """Close the new file, and leave it to the next replacement of the target to remove it."""
+        self._temporary = None
+        self._sink.close()
 
     def __enter__(self) -> Replacement:
         return self
