@@ -115,6 +115,18 @@ def test_bytes_that_are_lost_are_never_taken_for_written(
         assert files.open_descriptors == ()
 
 
+class OneByOne(Truncating):
+    """So that a write is sure to come after the truncation: no other ends between the two."""
+
+    def __init__(self, path: Path, number: int) -> None:
+        super().__init__(path, 0, number, after=True)
+        self._turn = threading.Lock()
+
+    def _around(self, call: Callable[[], Any]) -> Any:
+        with self._turn:
+            return super()._around(call)
+
+
 def test_bytes_that_are_lost_are_told_where_holes_tell_nothing(tmp_path: Path) -> None:
     """The write that finds the file shorter than it was says so."""
     from headrace.storage import sink
@@ -125,7 +137,7 @@ def test_bytes_that_are_lost_are_told_where_holes_tell_nothing(tmp_path: Path) -
         unknown.setattr(sink, "_KEEPS_ZEROS", ())
         for number in (1, 2, 9, 16):
             with pytest.raises(OSError, match="truncated to") as caught:
-                write(data, path, 0, "host", Truncating(path, 0, number, after=True))
+                write(data, path, 0, "host", OneByOne(path, number))
             assert caught.value.errno == errno.ESTALE
 
 
