@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from headrace.bindings.posix import DirectAlignment, Files, PosixFiles
@@ -31,6 +32,7 @@ from headrace.storage.source import Source
 from headrace.testing import FaultyFiles
 from headrace.types import Device
 
+INDEX = "model.safetensors.index.json"
 PAGE = mmap.PAGESIZE
 CUDA = Device("cuda", 0)
 TIMEOUT_S = 30.0
@@ -213,6 +215,21 @@ def reason_of(call: Callable[[], object]) -> str:
     with pytest.raises(RouteUnavailable) as caught:
         call()
     return str(caught.value)
+
+
+def listing(folder: Path) -> set[str]:
+    """Names in a folder."""
+    return set(os.listdir(folder))
+
+
+def shards_of(folder: Path, index: str = INDEX) -> set[str]:
+    """Files that the index of a checkpoint names."""
+    return set(json.loads((folder / index).read_text())["weight_map"].values())
+
+
+def same(got: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> bool:
+    """Whether two checkpoints have the same tensors."""
+    return got.keys() == wanted.keys() and all(np.array_equal(got[n], wanted[n]) for n in wanted)
 
 
 def run_python(code: str, *arguments: str, timeout_s: float = TIMEOUT_S) -> str:

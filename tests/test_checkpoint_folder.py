@@ -24,25 +24,12 @@ from headrace.bindings.posix import FileStatus
 from headrace.cli.main import app
 from headrace.testing import FaultyFiles
 from headrace.testing.faulty_writing import Killed
-from tests.support import TIMEOUT_S, run_python
+from tests.support import INDEX, TIMEOUT_S, listing, run_python, same, shards_of
 
-INDEX = "model.safetensors.index.json"
 ONE = {"a": np.ones(3)}
 USUAL = {f"model-0000{number}-of-00002.safetensors" for number in (1, 2)}
 Tensors = dict[str, np.ndarray]
 TWO = {"b": np.full(3, 2.0), "c": np.full(3, 3.0)}
-
-
-def listing(folder: Path) -> set[str]:
-    return {path.name for path in folder.iterdir()}
-
-
-def shards_of(folder: Path, index: str = INDEX) -> set[str]:
-    return set(json.loads((folder / index).read_text())["weight_map"].values())
-
-
-def same(got: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> bool:
-    return got.keys() == wanted.keys() and all(np.array_equal(got[n], wanted[n]) for n in wanted)
 
 
 class Held(FaultyFiles):
@@ -130,6 +117,15 @@ def test_record_that_is_not_one_removes_nothing(tmp_path: Path, record: str) -> 
     assert same(hn.load(folder), TWO)
     assert listing(folder) == {INDEX, "a", *shards_of(folder)}
     assert (tmp_path / "x.safetensors").exists()
+
+
+@pytest.mark.parametrize("field", ["index", "new", "old", "left"])
+def test_record_with_a_field_of_another_kind_hinders_no_save(tmp_path: Path, field: str) -> None:
+    record = {"folder": tmp_path.stat().st_ino, "index": "x", "new": {}, "old": {}, "left": {}}
+    hn.save(ONE, tmp_path)
+    (tmp_path / ".headrace-save.json").write_text(json.dumps({**record, field: [[]]}))
+    hn.save(TWO, tmp_path)
+    assert listing(tmp_path) == {INDEX, *shards_of(tmp_path)}
 
 
 def test_new_files_are_as_private_as_those_that_they_replace(tmp_path: Path) -> None:
@@ -238,9 +234,7 @@ def test_whole_checkpoint_of_a_killed_first_save_outlives_a_second_that_fails(
     kill_until(folder, lambda: folder.exists() and len(listing(folder) & USUAL) == 2)
     assert same(hn.load(folder), TWO)
     if how == "full disk":
-        full = FaultyFiles(enospc_after=100)
-        with hr.Context(files=full) as context, pytest.raises(OSError, match="No space"):
-            hn.save(ONE, folder, context=context)
+        fail_to_save(folder, ONE)
     elif how == "killed":
         with hr.Context(files=FaultyFiles(die_at=8)) as context, pytest.raises(Killed):
             hn.save(ONE, folder, context=context)
@@ -765,10 +759,25 @@ def test_old_shards_go_also_where_the_new_ones_have_changed_since(
     assert old not in listing(tmp_path)
 
 
-def test_save_that_cannot_lock_leaves_the_record_of_a_killed_one(tmp_path: Path) -> None:
+class UnableOnce(FaultyFiles):
+    """Cannot remove the first shard that it is to remove."""
+
+    is_first = True
+
+    def remove(self, path: str) -> None:
+        if self.is_first and os.path.basename(path).startswith("model-"):
+            self.is_first = False
+            raise OSError(errno.EIO, "EIO", path)
+        super().remove(path)
+
+
+@pytest.mark.parametrize("make_files", [Unlockable, UnableOnce])
+def test_leftover_that_a_save_could_not_remove_goes_with_the_next_one(
+    tmp_path: Path, make_files: Callable[[], FaultyFiles]
+) -> None:
     hn.save(ONE, tmp_path)
     kill_before_rename(tmp_path, 3)
-    with hr.Context(files=Unlockable()) as context:
+    with hr.Context(files=make_files()) as context:
         hn.save(ONE, tmp_path, context=context)
     hn.save(ONE, tmp_path)
     assert listing(tmp_path) == {INDEX, *shards_of(tmp_path)}
@@ -813,24 +822,6 @@ def test_failed_save_remembers_what_a_killed_one_left(tmp_path: Path) -> None:
     with hr.Context(files=NoIndex()) as context, pytest.raises(OSError, match="EIO"):
         hn.save(ONE, tmp_path, context=context)
     (tmp_path / "bad.index.json").unlink()
-    hn.save(ONE, tmp_path)
-    assert listing(tmp_path) == {INDEX, *shards_of(tmp_path)}
-
-
-def test_leftover_that_cannot_be_removed_once_goes_with_the_next_save(tmp_path: Path) -> None:
-    class Once(FaultyFiles):
-        is_first = True
-
-        def remove(self, path: str) -> None:
-            if self.is_first and os.path.basename(path).startswith("model-"):
-                self.is_first = False
-                raise OSError(errno.EIO, "EIO", path)
-            super().remove(path)
-
-    hn.save(ONE, tmp_path)
-    kill_before_rename(tmp_path, 3)
-    with hr.Context(files=Once()) as context:
-        hn.save(ONE, tmp_path, context=context)
     hn.save(ONE, tmp_path)
     assert listing(tmp_path) == {INDEX, *shards_of(tmp_path)}
 

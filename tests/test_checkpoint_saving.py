@@ -23,25 +23,11 @@ import headrace.numpy as hn
 from headrace.formats.safetensors import read_catalog
 from headrace.saving import prepare
 from headrace.testing import FaultyFiles, Killed
+from tests.support import INDEX, listing, same, shards_of
 
-INDEX = "model.safetensors.index.json"
 OLD = {f"tensor.{n}": np.full(100 + n, n, np.float32) for n in range(4)}
 NEW = {f"tensor.{n}": np.full(90 + n, -n, np.float32) for n in range(1, 6)}
 MOST_CALLS = 200
-
-
-def same(first: dict[str, np.ndarray], second: dict[str, np.ndarray]) -> bool:
-    return set(first) == set(second) and all(
-        np.array_equal(array, second[name]) for name, array in first.items()
-    )
-
-
-def listing(directory: Path) -> set[str]:
-    return set(os.listdir(directory))
-
-
-def shards_of(directory: Path) -> set[str]:
-    return set(json.loads((directory / INDEX).read_text())["weight_map"].values())
 
 
 # what a save makes

@@ -9,7 +9,7 @@ import logging
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 
 from headrace.bindings.posix import Files, FileStatus
 from headrace.errors import FormatError
@@ -46,7 +46,7 @@ class Contents:
     @property
     def has_index(self) -> bool:
         """Whether there is an index in it."""
-        return any(name.endswith(_INDEX) and name[0] != "." for name in self.files)
+        return any(map(is_index, self.files))
 
     @property
     def is_indexed(self) -> bool:
@@ -54,14 +54,14 @@ class Contents:
         return self.has_index and not self._is_interim
 
     @property
-    def shards(self) -> frozenset[str]:
-        """Shards that are there and that its index names."""
-        return frozenset(filter(_is_shard, self.named)) & self.files
-
-    @property
     def named(self) -> frozenset[str]:
         """All that its index names."""
         return frozenset(self.index.weight_map.values() if self.index else ())
+
+    @property
+    def shards(self) -> frozenset[str]:
+        """Shards that are there and that its index names."""
+        return frozenset(filter(_is_shard, self.named)) & self.files
 
     @property
     def replaceable(self) -> frozenset[str]:
@@ -124,6 +124,11 @@ def _named_by_others(directory: str, there: frozenset[str]) -> frozenset[str] | 
     return frozenset(shard for index in indexes for shard in index.weight_map.values())
 
 
+def is_index(name: str) -> bool:
+    """Whether a file is called like an index that decides in a directory."""
+    return name.endswith(_INDEX) and name[0] != "."
+
+
 def _is_shard(name: str) -> bool:
     return name.endswith(SHARD) and name[0] != "."
 
@@ -141,11 +146,11 @@ class Record:
     """Inode of the folder: a copy of it has another."""
     index: str
     """Name of the new index until it is in place, which tells that it is not."""
-    new: Marks = field(default_factory=dict)
+    new: Marks
     """Shards that the save is to put in place."""
-    old: Marks = field(default_factory=dict)
+    old: Marks
     """Shards that nobody needs once it has."""
-    left: Marks = field(default_factory=dict)
+    left: Marks
     """Shards that nobody has needed since an earlier save."""
 
     def text(self) -> bytes:
@@ -180,22 +185,21 @@ def clear_folder(directory: str, files: Files, *, fsync: bool) -> frozenset[str]
         The folder cannot be listed, or not be synced, if that is wanted.
     """
     remove_stale(directory, _NUMBERED.fullmatch, files)
+    record = _read_record(os.path.join(directory, RECORD))
+    if record is None or record.folder != files.path_status(directory).inode:
+        return frozenset()
     old = look_into(directory, files)
     if not old.has_index or (DEFAULT_INDEX in old.files and old.index is None):
         return frozenset()  # all that is there may be a checkpoint
-    left = _find_left(directory, old, files)
+    left = _find_left(record, old, marks_of(directory, filter(_is_shard, old.files), files))
     orphans = old.removable(left)
     if orphans and fsync:
         files.sync_directory(directory)  # the index that does not name them has to last
     return left - (orphans - remove_files(directory, orphans, files))
 
 
-def _find_left(directory: str, old: Contents, files: Files) -> frozenset[str]:
+def _find_left(record: Record, old: Contents, there: Marks) -> frozenset[str]:
     """Shards that nobody needs since a save was killed, but for an index that stands in."""
-    record = _read_record(os.path.join(directory, RECORD))
-    if record is None or record.folder != files.path_status(directory).inode:
-        return frozenset()
-    there = marks_of(directory, filter(_is_shard, old.files), files)
 
     def met(marks: Marks) -> frozenset[str]:
         return frozenset(name for name, mark in marks.items() if there.get(name) == mark)
@@ -215,7 +219,8 @@ def _read_record(path: str) -> Record | None:
     except (FormatError, OSError, ValueError, TypeError, RecursionError):
         return None
     groups = (record.new, record.old, record.left)
-    return record if all(isinstance(group, dict) for group in groups) else None
+    is_one = isinstance(record.index, str) and all(isinstance(group, dict) for group in groups)
+    return record if is_one else None
 
 
 @contextlib.contextmanager

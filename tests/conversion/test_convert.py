@@ -30,9 +30,8 @@ from headrace.formats.safetensors_layout import Described, lay_out
 from headrace.saving import Manner
 from headrace.testing import FaultyFiles
 from headrace.types import ByteRange
-from tests.support import needs_mount
+from tests.support import INDEX, listing, needs_mount
 
-INDEX = "model.safetensors.index.json"
 PAGE = 4096
 DTYPES = (
     *("BOOL", "F4", "F6_E2M3", "F6_E3M2", "U8", "I8", "I16", "U16", "F16", "BF16", "I32", "U32"),
@@ -119,10 +118,6 @@ def run(
 ) -> Conversion:
     manner = Manner(align, checksum, fsync=how.pop("fsync", True), route=route)
     return convert(source, target, manner=manner, context=context, **how)
-
-
-def listing(directory: Path) -> set[str]:
-    return set(os.listdir(directory))
 
 
 # what arrives

@@ -13,7 +13,8 @@ import headrace as hr
 from headrace.conversion.convert import convert
 from headrace.conversion.outcome import Conversion
 from headrace.saving import Manner
-from tests.conversion.test_convert import INDEX, SOME, read, write, write_shards
+from tests.conversion.test_convert import SOME, read, write, write_shards
+from tests.support import INDEX
 
 
 @pytest.fixture

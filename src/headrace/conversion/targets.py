@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from headrace.bindings.posix import Files
+from headrace.checkpoint_folder import SHARD, SINGLE, is_index
 from headrace.checkpoint_saving import open_exchange
 from headrace.errors import FormatError
 from headrace.formats.checkpoint import find_files
@@ -16,9 +17,6 @@ from headrace.formats.safetensors_layout import Layout
 from headrace.storage.replacement import Replacement
 from headrace.storage.sink import Sink
 
-_FILE = ".safetensors"
-_INDEX = ".safetensors.index.json"
-_SINGLE = "model.safetensors"
 _OTHER_FORMATS = (
     *(".bin", ".ckpt", ".gguf", ".h5", ".json", ".npy", ".npz", ".onnx", ".pkl", ".pt", ".pth"),
     ".safetensor",
@@ -40,7 +38,7 @@ class OpenTarget:
 
 def is_file_target(target: str) -> bool:
     """Whether a target is one file, rather than a directory."""
-    return target.lower().endswith(_FILE)
+    return target.lower().endswith(SHARD)
 
 
 def check_target(target: str, source: str, paths: Sequence[str]) -> None:
@@ -114,13 +112,13 @@ def find_leftovers(target: str, paths: Sequence[str]) -> tuple[str, ...]:
     if is_file_target(target):
         return ()
     inside = {os.path.basename(path) for path in paths if _lies_in(path, target)}
-    names = {*(name for name in inside if name.endswith(_FILE)), _SINGLE}
+    names = {*(name for name in inside if name.endswith(SHARD)), SINGLE}
     return tuple(sorted(n for n in names if os.path.exists(os.path.join(target, n))))
 
 
 def _check_file(target: str, source: str, paths: Sequence[str]) -> None:
     if os.path.isdir(target):
-        what = f"it is a directory, and a target that ends in {_FILE} is a file; name another"
+        what = f"it is a directory, and a target that ends in {SHARD} is a file; name another"
         raise IsADirectoryError(errno.EISDIR, what, target)
     if any(os.path.realpath(path) == os.path.realpath(target) for path in paths):
         if len(paths) > 1:
@@ -140,19 +138,19 @@ def _check_directory(target: str, source: str, paths: Sequence[str]) -> None:
     if os.path.isdir(target):
         _check_whole(target, source, paths)
     elif os.path.exists(target):
-        what = f"it is a file, and a target that does not end in {_FILE} is a directory"
+        what = f"it is a file, and a target that does not end in {SHARD} is a directory"
         raise NotADirectoryError(errno.ENOTDIR, f"{what}; name another", target)
     elif ending in _OTHER_FORMATS:
         raise ValueError(
             f"{target} ends in {ending}, but only safetensors can be written: name a file that "
-            f"ends in {_FILE}, or a directory"
+            f"ends in {SHARD}, or a directory"
         )
 
 
 def _check_whole(target: str, source: str, paths: Sequence[str]) -> None:
     """Refuse to replace a checkpoint by a part of it."""
     named = {*paths, *map(os.path.realpath, paths)}
-    if not any(path.endswith(_FILE) and _lies_in(path, target) for path in named):
+    if not any(path.endswith(SHARD) and _lies_in(path, target) for path in named):
         return
     try:
         whole = find_files(target)
@@ -172,4 +170,4 @@ def _lies_in(path: str, directory: str) -> bool:
 
 
 def _has_index(directory: str) -> bool:
-    return any(name.endswith(_INDEX) and name[0] != "." for name in os.listdir(directory))
+    return any(map(is_index, os.listdir(directory)))
